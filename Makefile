@@ -1,0 +1,31 @@
+# Every target sets up its own virtual environment first; nothing needs to be installed by hand.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check nightly clean
+
+demo: $(READY)
+	$(RUN)/planish demo
+
+test: check
+	$(RUN)/python -m pytest
+
+check: $(READY)
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/lint-imports
+
+# The slow sweeps, and everything else.
+nightly: check
+	$(RUN)/python -m pytest -m "slow or not slow" --timeout 3600
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "planish needs Python 3.11 or newer; set PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV)

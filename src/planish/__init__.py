@@ -1,0 +1,20 @@
+"""planish: bounds every memory peak of training at launch, exactly, and says beforehand whether it fits."""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "BudgetExceeded": "planish.errors",
+    "Plan": "planish.methods",
+}
+
+__all__ = ["BudgetExceeded", "Plan"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that `import planish` stays free of torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'planish' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,53 @@
+"""The failures a user can meet, each with the exit code that `planish` returns for it."""
+
+
+class PlanishError(Exception):
+    """A run-time state with one clear sentence and an exit code; anything else is a fault of ours (1)."""
+
+    exit_code = 1
+
+
+class UsageError(PlanishError, ValueError):
+    """Usage, configuration or input that cannot be read: nothing was started."""
+
+    exit_code = 2
+
+
+class DoesNotFit(PlanishError):
+    """The plan's peak is above the budget: nothing was started."""
+
+    exit_code = 3
+
+
+class BudgetExceeded(PlanishError):
+    """The bytes alive went over the budget while running; the last checkpoint is intact."""
+
+    exit_code = 4
+
+
+class WorldFailed(PlanishError):
+    """The world around the run failed: disk full, rank lost, file gone."""
+
+    exit_code = 5
+
+
+class CheckpointCorrupt(WorldFailed):
+    """A checkpoint's files do not match what was written."""
+
+
+class VerificationFailed(PlanishError):
+    """Two computations that must agree do not."""
+
+    exit_code = 6
+
+
+class NotFinite(PlanishError):
+    """A loss or gradient is NaN or infinite; the last good checkpoint is kept."""
+
+    exit_code = 6
+
+
+class Interrupted(PlanishError):
+    """The user stopped the run; a checkpoint was saved first."""
+
+    exit_code = 130

@@ -1,0 +1,75 @@
+"""The choices: one frozen dataclass per way to bound a peak, and `Plan`, one choice per peak."""
+
+import tomllib
+from dataclasses import dataclass, field
+from typing import Literal, Self
+
+from planish.decode import Bytes, decode, encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """What PyTorch and transformers do on their own; the peak is not bounded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """Attention without a mask: each document of a packed row attends to itself, memory linear in the context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocked:
+    """Vocabulary projection and loss in tiles of fixed bytes; logits are never formed (CCE).
+
+    `strategy` trades bytes for products: "gradients-in-forward" multiplies three times and keeps both gradients
+    from forward to backward, "recompute" multiplies four times and keeps 12 bytes a token, "auto" takes the first
+    while its buffers are no larger than `tile_bytes` allows.
+    """
+
+    tile_bytes: Bytes = 64 * 2**20
+    strategy: Literal["auto", "gradients-in-forward", "recompute"] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """Each layer keeps its input alone and runs again in backward."""
+
+
+Attention = Plain | Packed
+Vocab = Plain | Blocked
+Boundary = Plain | Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One method per peak; data that is printed, pasted into a run file and wired by one `match`.
+
+    Example:
+        >>> plan = Plan(vocab=Blocked(tile_bytes=2**25))
+        >>> Plan.from_toml(plan.to_toml()) == plan
+        True
+    """
+
+    attention: Attention = field(default_factory=Packed)
+    vocab: Vocab = field(default_factory=Blocked)
+    boundary: Boundary = field(default_factory=Checkpoint)
+
+    @classmethod
+    def plain(cls) -> Self:
+        """Return the plan in which nothing is bounded: plain PyTorch and transformers."""
+        return cls(attention=Plain(), vocab=Plain(), boundary=Plain())
+
+    def to_toml(self) -> str:
+        """Return the plan as the `[plan.*]` tables of a run file."""
+        import tomli_w
+
+        return tomli_w.dumps({"plan": encode(self)})
+
+    @classmethod
+    def from_toml(cls, text: str) -> Self:
+        """Return the plan in `text`, a run file or a part of one; peaks that it leaves out take their defaults.
+
+        Raises:
+            UsageError: Text that is not TOML, an unknown peak, method or setting.
+        """
+        return decode(cls, tomllib.loads(text).get("plan", {}), "plan")

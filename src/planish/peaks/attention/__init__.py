@@ -1,0 +1,1 @@
+"""Query, key and value in, attention out; nothing grows with the square of the sequence."""

@@ -1,0 +1,1 @@
+"""Tokens and their experts in, expert outputs back; nothing grows with the routing."""

@@ -1,0 +1,1 @@
+"""Order: schedules are data that is printed, validated, simulated and then run over stages."""

@@ -1,0 +1,1 @@
+"""Choose: shapes and prices in, one method per peak out, with its reasons."""

@@ -1,0 +1,265 @@
+"""The run file: one tree of settings, the same in TOML and as flags (`--train.steps 100`)."""
+
+import dataclasses
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+
+from planish.decode import Bytes, Count, decode, encode
+from planish.errors import UsageError
+from planish.methods import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """Which model: exactly one of `from`, `gguf` and `config`.
+
+    Attributes:
+        from_: A transformers causal LM folder, or the name of a built-in model ("smollm2-135m").
+        gguf: A `.gguf` file that transformers can open.
+        config: A transformers `config.json`; the weights are drawn from `train.seed`.
+        tokenizer: A folder or built-in model to take the tokenizer from, where the model brings none.
+        dtype: "bf16" computes in bf16 with fp32 master weights, "bf16-pure" keeps no master, "fp32" is fp32 throughout.
+        rope: Rotary parameters that replace the model's own, for contexts beyond its positions.
+        extend_positions: Raises the model's position limit to `data.context` without changing its rotary parameters.
+    """
+
+    from_: str | None = None
+    gguf: Path | None = None
+    config: Path | None = None
+    tokenizer: str | None = None
+    dtype: Literal["bf16", "bf16-pure", "fp32"] = "bf16"
+    rope: dict[str, Any] | None = None
+    extend_positions: bool = False
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("from_", "gguf", "config") if getattr(self, name) is not None]
+        if len(given) != 1:
+            words = ", ".join(f"`model.{name.removesuffix('_')}`" for name in given) or "none"
+            raise UsageError(
+                f"exactly one of `model.from`, `model.gguf` and `model.config` must be given, got {words}; "
+                'for example `model.from = "smollm2-135m"`.'
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSection:
+    """What to train on.
+
+    Attributes:
+        train: Files, folders or built-in corpora ("builtin:english", "builtin:python").
+        eval: The same, held out; empty means no evaluation.
+        context: Tokens in one row.
+        seed: Order of the documents.
+        eval_tokens: Evaluation stops after this many tokens.
+    """
+
+    train: tuple[str, ...]
+    eval: tuple[str, ...] = ()
+    context: Count = 2048
+    seed: int = 0
+    eval_tokens: Count = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSection:
+    """How to train.
+
+    Attributes:
+        steps: Optimizer steps.
+        global_tokens: Tokens of one optimizer step; default: one row of `data.context` per accumulated microbatch.
+        grad_accum: Microbatches of one optimizer step.
+        lr: Peak learning rate.
+        schedule: Shape of the learning rate after the warm-up; "cosine" and "linear" end at zero.
+        warmup: Steps over which the learning rate rises from zero.
+        clip: Largest global gradient norm; 0 turns clipping off.
+        weight_decay: AdamW's decoupled decay, for matrices only.
+        betas: AdamW's decay rates of both moments.
+        eps: AdamW's denominator offset.
+        eval_every: Steps between evaluations; 0 means only at the end.
+        seed: Weights drawn from a config, and every other random number.
+    """
+
+    steps: Count = 100
+    global_tokens: Count | None = None
+    grad_accum: Count = 1
+    lr: float = 1e-4
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: int = 0
+    clip: float = 1.0
+    weight_decay: float = 0.0
+    betas: tuple[float, ...] = (0.9, 0.95)
+    eps: float = 1e-8
+    eval_every: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`train.{name}` must be above 0, got {getattr(self, name)}; write for example 1e-4.")
+        for name in ("warmup", "clip", "weight_decay", "eval_every"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"`train.{name}` must be 0 or more, got {getattr(self, name)}; 0 turns it off.")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"`train.betas` must be two numbers in [0, 1), got {list(self.betas)}; try [0.9, 0.95].")
+        if self.warmup > self.steps:
+            raise ValueError(f"`train.warmup` ({self.warmup}) must not exceed `train.steps` ({self.steps}).")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySection:
+    """What may be used.
+
+    Attributes:
+        budget: Bytes that tensors may hold at any moment, such as "3GiB"; default: no limit.
+        on_exceed: "strict" stops the run (exit 4) at the first byte too many, "warn" says so once and goes on.
+    """
+
+    budget: Bytes | None = None
+    on_exceed: Literal["strict", "warn"] = "strict"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSection:
+    """Where results go.
+
+    Attributes:
+        dir: The run folder.
+        every: Steps between checkpoints; 0 means only at the end.
+        keep: Checkpoints kept; older ones are removed once a newer one is complete.
+    """
+
+    dir: Path = Path("runs/run")
+    every: int = 0
+    keep: Count = 2
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"`save.every` must be 0 or more, got {self.every}; 0 saves at the end only.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFile:
+    """All settings of one run."""
+
+    model: ModelSection
+    data: DataSection
+    train: TrainSection = field(default_factory=TrainSection)
+    memory: MemorySection = field(default_factory=MemorySection)
+    plan: Plan = field(default_factory=Plan)
+    save: SaveSection = field(default_factory=SaveSection)
+
+    def __post_init__(self) -> None:
+        train, context = self.train, self.data.context
+        if train.global_tokens is not None and train.global_tokens % (context * train.grad_accum):
+            unit = context * train.grad_accum
+            near = max(1, round(train.global_tokens / unit)) * unit
+            raise ValueError(
+                f"`train.global_tokens` ({train.global_tokens}) must be a multiple of `data.context` x "
+                f"`train.grad_accum` ({context} x {train.grad_accum}); try {near}."
+            )
+
+    @property
+    def rows_per_microbatch(self) -> int:
+        """Rows of `data.context` tokens in one microbatch."""
+        if self.train.global_tokens is None:
+            return 1
+        return self.train.global_tokens // (self.data.context * self.train.grad_accum)
+
+    def to_toml(self) -> str:
+        """Return every setting, defaults included, as a run file."""
+        return tomli_w.dumps(encode(self))
+
+
+def load(path: Path | None, overrides: list[str]) -> RunFile:
+    """Return the run file at `path` with `overrides` (`--section.key value`) laid over it.
+
+    Raises:
+        UsageError: A file that cannot be read, an unknown key, or a value that is refused.
+    """
+    tree = _read(path) if path is not None else {}
+    for name, value in parse_flags(overrides):
+        _put(tree, name, value)
+    try:
+        return decode(RunFile, tree)
+    except UsageError as error:
+        if path is not None and not overrides:
+            raise UsageError(f"{path}: {error}") from error
+        raise
+
+
+def parse_flags(words: list[str]) -> list[tuple[str, Any]]:
+    """Return (dotted name, value) for `--a.b value`, `--a.b=value` and bare `--a.b` (true)."""
+    pairs: list[tuple[str, Any]] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise UsageError(f"unexpected argument {word!r}; settings are written `--section.key value`.")
+        name, equals, text = word[2:].partition("=")
+        if not equals:
+            text = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        name = "memory.budget" if name == "memory" else name.replace("-", "_")
+        pairs.append((name, _flag_value(text)))
+    return pairs
+
+
+def describe() -> str:
+    """Return every setting with its type's default and meaning, as a text table for `--help`."""
+    lines = []
+    for section in dataclasses.fields(RunFile):
+        if section.name == "plan":
+            continue
+        cls = section.type
+        lines += ["", f"[{section.name}]  {_summary(cls)}"]
+        meanings = _attributes(cls)
+        for each in dataclasses.fields(cls):
+            lines.append(f"  --{section.name}.{each.name.removesuffix('_'):<18} {meanings.get(each.name, '')}")
+    return "\n".join(lines).lstrip("\n")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(f"run file {path} does not exist; name a TOML file or give settings as flags.") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"run file {path} is not UTF-8 at byte {error.start}.") from error
+    except OSError as error:
+        raise UsageError(f"run file {path} cannot be read: {error.strerror}.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"run file {path} is not TOML: {error}") from error
+
+
+def _flag_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, leaf = dotted.split(".")
+    for parent in parents:
+        child = tree.setdefault(parent, {})
+        if not isinstance(child, dict):
+            child = tree[parent] = {"method": child}
+        tree = child
+    tree[leaf] = value
+
+
+def _summary(cls: Any) -> str:
+    return (cls.__doc__ or "").strip().splitlines()[0]
+
+
+def _attributes(cls: Any) -> dict[str, str]:
+    """Return the meaning of each field, read from the docstring's `Attributes:` section."""
+    found = {}
+    for line in (cls.__doc__ or "").partition("Attributes:")[2].splitlines():
+        name, colon, meaning = line.strip().partition(": ")
+        if colon and name.isidentifier():
+            found[name] = meaning
+    return found
