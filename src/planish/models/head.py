@@ -1,0 +1,45 @@
+"""Hidden states and targets in, summed loss out, by the method that the plan names."""
+
+from collections.abc import Callable
+from typing import assert_never
+
+from torch import Tensor
+
+from planish.methods import Blocked, Plain, Vocab
+from planish.models.anatomy import Anatomy
+from planish.peaks.vocab.losses import linear_cross_entropy
+from planish.peaks.vocab.plain import plain_cross_entropy
+
+HeadLoss = Callable[[Tensor, Tensor], Tensor]
+
+
+def head_loss(anatomy: Anatomy, method: Vocab) -> HeadLoss:
+    """Return (hidden [B, S, D], target [B, S]) -> fp32 sum of the counted tokens' negative log-likelihoods."""
+    head, softcap, scale = anatomy.head, anatomy.softcap, anatomy.logit_scale
+
+    match method:
+        case Plain():
+
+            def loss(hidden: Tensor, target: Tensor) -> Tensor:
+                return plain_cross_entropy(
+                    hidden, head.weight, target, bias=head.bias, softcap=softcap, logit_scale=scale, reduction="sum"
+                )
+
+        case Blocked(tile_bytes=tile_bytes, strategy=strategy):
+
+            def loss(hidden: Tensor, target: Tensor) -> Tensor:
+                return linear_cross_entropy(
+                    hidden,
+                    head.weight,
+                    target,
+                    bias=head.bias,
+                    softcap=softcap,
+                    logit_scale=scale,
+                    reduction="sum",
+                    tile_bytes=tile_bytes,
+                    strategy=strategy,
+                )
+
+        case _:
+            assert_never(method)
+    return loss

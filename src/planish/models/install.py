@@ -1,0 +1,77 @@
+"""A transformers model and a plan in, the same model with planish's parts in place out; undone on request."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import assert_never
+
+from transformers import AttentionInterface, PreTrainedModel
+
+from planish.methods import Attention, Boundary, Checkpoint, Packed, Plain, Plan
+from planish.peaks.attention.packed import packed_attention
+
+ATTENTION_NAME = "planish"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """What `install` replaced: a sentence for each part, and the way back."""
+
+    replaced: tuple[str, ...]
+    restore: tuple[Callable[[], None], ...]
+
+    def undo(self) -> None:
+        """Put every replaced part back, last first."""
+        for each in reversed(self.restore):
+            each()
+
+
+def install(model: PreTrainedModel, plan: Plan) -> Installed:
+    """Put the plan's attention and checkpointing into `model` through transformers' own seams.
+
+    Memory:        nothing is allocated.
+    Exactness:     loss and gradients equal up to the order of summation.
+
+    Args:
+        model: Any transformers causal LM.
+        plan: One method per peak.
+
+    Returns:
+        What was replaced, with `undo()`.
+    """
+    replaced: list[str] = []
+    restore: list[Callable[[], None]] = []
+    _install_attention(model, plan.attention, replaced, restore)
+    _install_boundary(model, plan.boundary, replaced, restore)
+    return Installed(replaced=tuple(replaced), restore=tuple(restore))
+
+
+def _install_attention(
+    model: PreTrainedModel, method: Attention, replaced: list[str], restore: list[Callable[[], None]]
+) -> None:
+    match method:
+        case Plain():
+            return
+        case Packed():
+            before = model.config._attn_implementation
+            AttentionInterface.register(ATTENTION_NAME, packed_attention)
+            model.set_attn_implementation(ATTENTION_NAME)
+            replaced.append(f"attention: {before} -> {ATTENTION_NAME}")
+            restore.append(lambda: model.set_attn_implementation(before))
+        case _:
+            assert_never(method)
+
+
+def _install_boundary(
+    model: PreTrainedModel, method: Boundary, replaced: list[str], restore: list[Callable[[], None]]
+) -> None:
+    match method:
+        case Plain():
+            return
+        case Checkpoint():
+            if model.is_gradient_checkpointing:
+                return
+            model.activation_checkpointing_enable({"use_reentrant": False})
+            replaced.append("layers: checkpointed, each keeps its input alone")
+            restore.append(model.activation_checkpointing_disable)
+        case _:
+            assert_never(method)

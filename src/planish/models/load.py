@@ -1,0 +1,139 @@
+"""Model section in, transformers model and tokenizer out, with the disagreements that would surface later refused."""
+
+import hashlib
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from planish.errors import UsageError
+from planish.models.builtin import cache_folder, convert_gguf, model_folder
+from planish.runfile import ModelSection
+
+_TORCH_DTYPE = {"bf16": torch.bfloat16, "bf16-pure": torch.bfloat16, "fp32": torch.float32}
+
+
+def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that the model section names.
+
+    Raises:
+        UsageError: No tokenizer there, or one that is not a fast tokenizer.
+    """
+    folder = _tokenizer_folder(section)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(
+            f"no tokenizer in {folder}; name a folder that has one as `model.tokenizer` ({_first_line(error)})."
+        ) from error
+    if not tokenizer.is_fast:
+        raise UsageError(f"the tokenizer in {folder} has no tokenizer.json; `model.tokenizer` needs a fast tokenizer.")
+    return tokenizer
+
+
+def load_config(section: ModelSection, *, context: int) -> PretrainedConfig:
+    """Return the model's config with positions for `context` tokens.
+
+    Raises:
+        UsageError: A config that transformers does not know, or a context beyond the model's positions while neither
+            `model.rope` nor `model.extend_positions` says what to do.
+    """
+    source = section.config if section.config is not None else _weights_folder(section)
+    if not Path(source).exists():
+        raise UsageError(f"`model.config` file {source} does not exist.")
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"{source} is not a config that transformers can open: {_first_line(error)}") from error
+    return _with_positions(config, section, context)
+
+
+def load_model(
+    section: ModelSection, *, context: int, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> PreTrainedModel:
+    """Return the causal LM in the run's dtype, in training mode, with the tokenizer checked against its vocabulary.
+
+    Raises:
+        UsageError: As `load_config`; weights that cannot be read; a tokenizer with ids beyond the vocabulary.
+    """
+    config = load_config(section, context=context)
+    check_vocabulary(config, tokenizer)
+    dtype = _TORCH_DTYPE[section.dtype]
+    if section.config is not None:
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    folder = _weights_folder(section)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UsageError(f"the weights in {folder} cannot be loaded: {_first_line(error)}") from error
+    return model.train()
+
+
+def check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer whose ids the model has no embedding for."""
+    size = text_config(config).vocab_size
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= size:
+        raise UsageError(
+            f"the tokenizer has ids up to {largest}, the model's vocabulary ends at {size - 1}; "
+            "name the model's own tokenizer as `model.tokenizer`."
+        )
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the part of `config` that describes the language model."""
+    return config.get_text_config(decoder=True)
+
+
+def _with_positions(config: PretrainedConfig, section: ModelSection, context: int) -> PretrainedConfig:
+    text = text_config(config)
+    positions = text.max_position_embeddings
+    if section.rope is not None:
+        text.rope_parameters = {**(text.rope_parameters or {}), **section.rope}
+    if context <= positions:
+        return config
+    if section.rope is None and not section.extend_positions:
+        raise UsageError(
+            f"`data.context` ({context}) is longer than the model's {positions} positions; "
+            "set `model.extend_positions = true` or give rotary parameters as `model.rope`."
+        )
+    text.max_position_embeddings = context
+    return config
+
+
+def _weights_folder(section: ModelSection) -> Path:
+    if section.gguf is not None:
+        return _converted(section.gguf)
+    return model_folder(section.from_ or "")
+
+
+def _tokenizer_folder(section: ModelSection) -> Path:
+    if section.tokenizer is not None:
+        return model_folder(section.tokenizer)
+    if section.config is not None:
+        return section.config.parent
+    return _weights_folder(section)
+
+
+def _converted(gguf: Path) -> Path:
+    """Return the cached transformers folder of a GGUF file; loading GGUF each time would take 20 s."""
+    if not gguf.is_file():
+        raise UsageError(f"`model.gguf` file {gguf} does not exist.")
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    target = cache_folder() / f"gguf-{digest}"
+    if not (target / "config.json").is_file():
+        convert_gguf(gguf, target)
+    return target
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
