@@ -20,9 +20,17 @@ class DoesNotFit(PlanishError):
 
 
 class BudgetExceeded(PlanishError):
-    """The bytes alive went over the budget while running; the last checkpoint is intact."""
+    """The bytes alive went over the budget while running; the last checkpoint is intact.
+
+    Attributes:
+        table: The bytes alive at that moment by category and owner, as text.
+    """
 
     exit_code = 4
+
+    def __init__(self, message: str, *, table: str = "") -> None:
+        super().__init__(message)
+        self.table = table
 
 
 class WorldFailed(PlanishError):

@@ -1,6 +1,7 @@
 """The run file: one tree of settings, the same in TOML and as flags (`--train.steps 100`)."""
 
 import dataclasses
+import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,18 +51,37 @@ class DataSection:
     """What to train on.
 
     Attributes:
-        train: Files, folders or built-in corpora ("builtin:english", "builtin:python").
+        train: Files (.txt, .jsonl, .parquet, .bin), folders of them, or "builtin:english", "builtin:python".
         eval: The same, held out; empty means no evaluation.
+        weights: Share of the tokens of each entry of `train`; empty shuffles all documents together.
         context: Tokens in one row.
+        pack: "documents" fills rows with documents one after the other, "none" gives each document its own row.
+        long_documents: "split" cuts a document longer than `context`, "refuse" stops there.
+        loss_on: "all" counts every token, "assistant" only what the assistant says in chat messages.
         seed: Order of the documents.
         eval_tokens: Evaluation stops after this many tokens.
     """
 
     train: tuple[str, ...]
     eval: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
     context: Count = 2048
+    pack: Literal["documents", "none"] = "documents"
+    long_documents: Literal["split", "refuse"] = "split"
+    loss_on: Literal["all", "assistant"] = "all"
     seed: int = 0
     eval_tokens: Count = 65536
+
+    def __post_init__(self) -> None:
+        if not self.train:
+            raise ValueError('`data.train` must name at least one source, for example "builtin:english".')
+        if len(self.weights) not in (0, len(self.train)):
+            raise ValueError(
+                f"`data.weights` must have one number for each of the {len(self.train)} entries of `data.train`, "
+                f"got {len(self.weights)}."
+            )
+        if not all(0 < weight < math.inf for weight in self.weights):
+            raise ValueError(f"`data.weights` must be above 0, got {list(self.weights)}; leave out what is not wanted.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,37 +194,42 @@ class RunFile:
         return tomli_w.dumps(encode(self))
 
 
-def load(path: Path | None, overrides: list[str]) -> RunFile:
-    """Return the run file at `path` with `overrides` (`--section.key value`) laid over it.
+def load(path: Path | None, settings: list[tuple[str, Any]]) -> RunFile:
+    """Return the run file at `path` with `settings` (dotted name, value) laid over it.
 
     Raises:
         UsageError: A file that cannot be read, an unknown key, or a value that is refused.
     """
     tree = _read(path) if path is not None else {}
-    for name, value in parse_flags(overrides):
+    for name, value in settings:
         _put(tree, name, value)
     try:
         return decode(RunFile, tree)
     except UsageError as error:
-        if path is not None and not overrides:
+        if path is not None and not settings:
             raise UsageError(f"{path}: {error}") from error
         raise
 
 
-def parse_flags(words: list[str]) -> list[tuple[str, Any]]:
-    """Return (dotted name, value) for `--a.b value`, `--a.b=value` and bare `--a.b` (true)."""
-    pairs: list[tuple[str, Any]] = []
+def split_flags(words: list[str]) -> tuple[list[tuple[str, Any]], list[str]]:
+    """Return the settings in `words` as (dotted name, value), and the words that are no settings.
+
+    A setting is written `--a.b value`, `--a.b=value` or bare `--a.b` (true); `--memory` is short for `--memory.budget`.
+    """
+    settings: list[tuple[str, Any]] = []
+    others: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        if not word.startswith("--"):
-            raise UsageError(f"unexpected argument {word!r}; settings are written `--section.key value`.")
         name, equals, text = word[2:].partition("=")
+        if not word.startswith("--") or ("." not in name and name != "memory"):
+            others.append(word)
+            continue
         if not equals:
             text = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         name = "memory.budget" if name == "memory" else name.replace("-", "_")
-        pairs.append((name, _flag_value(text)))
-    return pairs
+        settings.append((name, _flag_value(text)))
+    return settings, others
 
 
 def describe() -> str:

@@ -1,0 +1,63 @@
+"""`planish train run.toml`: trains a model inside a memory budget."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from planish.cli.options import parse, show_settings
+from planish.errors import UsageError
+from planish.runfile import RunFile, load
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Train a model inside a memory budget. Every setting of the run file is also a flag, `--section.key value`."""
+
+    run: Annotated[Path | None, tyro.conf.Positional] = None
+    """Run file (TOML), or the folder of a run to resume."""
+    resume: bool = False
+    """Go on from the run folder's newest intact checkpoint."""
+    overwrite: bool = False
+    """Lose the run that the folder holds."""
+
+
+def main(words: list[str]) -> int:
+    """Run the verb."""
+    try:
+        options, settings = parse(Options, words, verb="train")
+    except SystemExit:
+        if any(word in ("-h", "--help") for word in words):
+            show_settings()
+        raise
+    train(read_run(options, settings), resume=options.resume, overwrite=options.overwrite)
+    return 0
+
+
+def read_run(options: Options, settings: list[tuple[str, Any]]) -> RunFile:
+    """Return the run file; a run folder stands for its own run file, in place."""
+    if options.run is None or not options.run.is_dir():
+        return load(options.run, settings)
+    if not (options.run / "run.toml").is_file():
+        raise UsageError(f"folder {options.run} holds no run.toml; name a run file or a run folder.")
+    run = load(options.run / "run.toml", settings)
+    return dataclasses.replace(run, save=dataclasses.replace(run.save, dir=options.run))
+
+
+def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:
+    """Train `run` in its folder, with memory handed back to the system as tensors are freed."""
+    import transformers
+
+    from planish.cli.progress import RunView
+    from planish.memory.allocator import fix_malloc_thresholds
+    from planish.memory.meter import ProcessMeter
+    from planish.train.run_folder import open_run_folder
+    from planish.train.session import run_training
+
+    fix_malloc_thresholds()
+    meter = ProcessMeter()
+    transformers.utils.logging.disable_progress_bar()
+    with open_run_folder(run.save.dir, resume=resume, overwrite=overwrite) as folder, RunView() as view:
+        run_training(run, folder, view, meter)

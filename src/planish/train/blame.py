@@ -1,0 +1,58 @@
+"""When a number is not finite: which module or parameter it came from."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from planish.data.batch import Batch
+from planish.errors import NotFinite
+from planish.train.engine import Engine
+
+
+def refuse_non_finite(engine: Engine, step: int, *, loss: float, grad_norm: float, batches: list[Batch]) -> None:
+    """Raise NotFinite when the loss or the gradient norm is NaN or infinite, naming where it began."""
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    if not math.isfinite(loss):
+        place = first_bad_module(engine, batches)
+        what = f"the loss is {loss}"
+    else:
+        bad = (
+            name for name, p in engine.anatomy.model.named_parameters() if p.grad is not None and not _finite(p.grad)
+        )
+        place = next(bad, "the sum of all gradients")
+        what = f"the gradient norm is {grad_norm}"
+    raise NotFinite(
+        f"step {step}: {what}, first in {place}; the weights were not updated and the last checkpoint is intact. "
+        "Lower `train.lr`, or look at this step's data."
+    )
+
+
+def first_bad_module(engine: Engine, batches: list[Batch]) -> str:
+    """Return the name of the first module whose output is not finite, running the forward pass once more."""
+    found: list[str] = []
+
+    def look(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: object, output: object) -> None:
+            tensors = output if isinstance(output, tuple) else (output,)
+            if not found and any(isinstance(each, Tensor) and not _finite(each) for each in tensors):
+                found.append(name)
+
+        return hook
+
+    leaves = [(name, each) for name, each in engine.anatomy.model.named_modules() if not list(each.children())]
+    handles = [module.register_forward_hook(look(name)) for name, module in leaves]
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                engine.hidden(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else engine.anatomy.head_name
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())

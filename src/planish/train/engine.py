@@ -1,0 +1,104 @@
+"""A model with the plan's methods in place, counted by the ledger: what training, evaluation and dry runs share."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from planish.data.batch import Batch
+from planish.memory.ledger import Ledger
+from planish.methods import Packed, Plan
+from planish.models.anatomy import Anatomy, find
+from planish.models.head import HeadLoss, head_loss
+from planish.models.install import install
+from planish.models.load import load_model
+from planish.runfile import ModelSection
+from planish.train.facts import Facts, MeasuredFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One model, ready to run.
+
+    Attributes:
+        device: Where the model lives.
+        anatomy: The model and its parts.
+        head: Hidden states and targets in, summed loss out.
+        packed: Whether attention takes document bounds.
+        ledger: Counts every byte.
+        facts: Reads numbers out of tensors.
+    """
+
+    device: torch.device
+    anatomy: Anatomy
+    head: HeadLoss
+    packed: bool
+    ledger: Ledger
+    facts: Facts
+
+    def take(self, batch: Batch) -> Batch:
+        """Return the batch where the model lives, on the books."""
+        moved = replace(
+            batch,
+            input_ids=batch.input_ids.to(self.device),
+            target=batch.target.to(self.device),
+            position_ids=batch.position_ids.to(self.device),
+        )
+        self.ledger.adopt((moved.input_ids, moved.target, moved.position_ids), "other", owner="batch")
+        return moved
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Return the hidden states [B, S, D] of a batch, each document attending to itself."""
+        bounds = {"cu_seq_lens_q": batch.cu_seq_lens} if self.packed else {}
+        return self.anatomy.backbone(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **bounds
+        ).last_hidden_state
+
+
+def build_engine(
+    section: ModelSection,
+    plan: Plan,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    seed: int,
+    ledger: Ledger,
+    scope: ExitStack,
+) -> Engine:
+    """Return the model of `section` with the methods of `plan`, watched by `ledger` until `scope` closes.
+
+    Raises:
+        UsageError: A model that cannot be loaded, or a tokenizer that does not belong to it.
+        BudgetExceeded: The weights alone are above the budget.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with ledger.phase("init"):
+        model = load_model(section, context=context, tokenizer=tokenizer, seed=seed).to(device)
+        install(model, plan)
+        anatomy = find(model)
+        scope.enter_context(ledger.watch(model, head=anatomy.head))
+        _label_boundaries(anatomy, ledger, scope)
+    return Engine(
+        device=device,
+        anatomy=anatomy,
+        head=head_loss(anatomy, plan.vocab),
+        packed=isinstance(plan.attention, Packed),
+        ledger=ledger,
+        facts=MeasuredFacts(),
+    )
+
+
+def _label_boundaries(anatomy: Anatomy, ledger: Ledger, scope: ExitStack) -> None:
+    """Count the input of each checkpointed layer, the one tensor that it keeps, as a boundary."""
+    if not anatomy.model.is_gradient_checkpointing:
+        return
+
+    for name, layer in anatomy.layers.items():
+
+        def label(module: torch.nn.Module, args: tuple[object, ...], owner: str = name) -> None:
+            if module.training:
+                ledger.adopt([each for each in args if isinstance(each, Tensor)], "boundaries", owner=owner)
+
+        scope.callback(layer.register_forward_pre_hook(label).remove)

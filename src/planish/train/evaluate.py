@@ -1,0 +1,51 @@
+"""Held-out loss and bits per byte, inside the same memory bounds as training."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from planish.data.batch import Batch
+from planish.errors import UsageError
+from planish.train.engine import Engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalReport:
+    """Held-out quality: `bits_per_byte` compares across tokenizers (None where the text is not known), `loss` does not."""
+
+    loss: float
+    bits_per_byte: float | None
+    num_valid: int
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, batches: Iterable[Batch]) -> EvalReport:
+    """Return the mean loss in nats per token and the bits per byte over `batches`.
+
+    Memory:        the forward pass of one batch without gradients, one head tile.
+
+    Raises:
+        UsageError: No target counts in any batch.
+    """
+    model, total, num_valid, num_bytes = engine.anatomy.model, 0.0, 0, 0
+    model.eval()
+    with engine.ledger.phase("eval"):
+        for batch in batches:
+            moved = engine.take(batch)
+            hidden = engine.hidden(moved)
+            with engine.ledger.category("head tiles"):
+                loss = engine.head(hidden, moved.target)
+            total += engine.facts.number(loss)
+            num_valid += batch.num_valid
+            num_bytes += batch.num_bytes or 0
+            del hidden, loss
+    model.train()
+    if num_valid == 0:
+        raise UsageError("`data.eval` holds no token to predict; name a longer text.")
+    return EvalReport(
+        loss=total / num_valid,
+        bits_per_byte=total / math.log(2) / num_bytes if num_bytes else None,
+        num_valid=num_valid,
+    )

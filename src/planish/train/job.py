@@ -1,0 +1,100 @@
+"""Run file in, everything that one training run holds out; the loop takes it from there."""
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from planish.data.batch import Batch
+from planish.data.feed import Feed, eval_batches, open_feed
+from planish.memory.ledger import Ledger
+from planish.models.load import load_tokenizer
+from planish.peaks.optim.adamw import AdamW
+from planish.runfile import RunFile, TrainSection
+from planish.train.engine import Engine, build_engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The parts of one training run.
+
+    Attributes:
+        run: Every setting.
+        tokenizer: What the data is tokenised with; saved beside the weights.
+        engine: The model with the plan's methods in place.
+        optimizer: Holds its state from the start.
+        feed: Endless batches.
+        eval_batches: Opens the held-out batches in their fixed order.
+    """
+
+    run: RunFile
+    tokenizer: PreTrainedTokenizerBase
+    engine: Engine
+    optimizer: AdamW
+    feed: Feed
+    eval_batches: Callable[[], Iterable[Batch]]
+
+
+def build(run: RunFile, ledger: Ledger, scope: ExitStack) -> Job:
+    """Return the job that `run` describes; everything that lives through training is allocated here.
+
+    Args:
+        run: Every setting.
+        ledger: Active already; the bytes of this call count as phase "init".
+        scope: Closes what watches the model.
+
+    Raises:
+        UsageError: Data, model or tokenizer that cannot be used.
+        BudgetExceeded: Weights and optimizer state alone are above the budget.
+    """
+    tokenizer = load_tokenizer(run.model)
+    data, rows = run.data, run.rows_per_microbatch
+    feed = open_feed(
+        data.train,
+        tokenizer=tokenizer,
+        context=data.context,
+        rows=rows,
+        seed=data.seed,
+        pack=data.pack,
+        loss_on=data.loss_on,
+        long_documents=data.long_documents,
+        weights=data.weights,
+    )
+
+    def held_out() -> Iterable[Batch]:
+        return eval_batches(
+            data.eval, tokenizer=tokenizer, context=data.context, rows=rows, max_tokens=data.eval_tokens
+        )
+
+    engine = build_engine(
+        run.model,
+        run.plan,
+        tokenizer=tokenizer,
+        context=data.context,
+        seed=run.train.seed,
+        ledger=ledger,
+        scope=scope,
+    )
+    with ledger.phase("init"):
+        optimizer = build_optimizer(engine.anatomy.model, run.train, master=run.model.dtype != "bf16-pure")
+        state = [tensor for each in optimizer.state.values() for tensor in each.values()]
+        ledger.adopt(state, "optimizer state", owner="AdamW")
+    return Job(run=run, tokenizer=tokenizer, engine=engine, optimizer=optimizer, feed=feed, eval_batches=held_out)
+
+
+def build_optimizer(model: nn.Module, train: TrainSection, *, master: bool) -> AdamW:
+    """Return AdamW over `model`, with weight decay for matrices only."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    matrices = [param for param in params if param.ndim >= 2]
+    vectors = [param for param in params if param.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    beta1, beta2 = train.betas
+    return AdamW(
+        [group for group in groups if group["params"]],
+        lr=train.lr,
+        betas=(beta1, beta2),
+        eps=train.eps,
+        master=master,
+    )

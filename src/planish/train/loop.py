@@ -1,0 +1,104 @@
+"""The training loop: batch -> layers -> head -> backward -> optimizer, one phase of memory after another."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from planish.errors import Interrupted
+from planish.memory.report import StepMemory
+from planish.train.blame import refuse_non_finite
+from planish.train.job import Job
+from planish.train.schedule import learning_rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one optimizer step did."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    num_tokens: int
+    num_valid: int
+    step_s: float
+    memory: StepMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """What the loop calls besides training: each gets the step it belongs to."""
+
+    on_step: Callable[[StepReport], None]
+    evaluate: Callable[[int], None]
+    save: Callable[[int], None]
+    stop_requested: Callable[[], bool]
+
+
+def train(job: Job, *, first_step: int, hooks: Hooks) -> None:
+    """Run every step from `first_step` on; evaluate and save when due.
+
+    Raises:
+        BudgetExceeded: From whichever operation allocated too much.
+        NotFinite: The loss or the gradient norm is NaN or infinite; the weights are those before the step.
+        Interrupted: A stop was requested; a checkpoint was saved first.
+    """
+    settings = job.run
+    for step in range(first_step, settings.train.steps + 1):
+        hooks.on_step(train_step(job, step))
+        stopping, last = hooks.stop_requested(), step == settings.train.steps
+        if not stopping and _due(step, settings.train.eval_every, last=last):
+            hooks.evaluate(step)
+        if stopping or _due(step, settings.save.every, last=last):
+            hooks.save(step)
+        if stopping and not last:
+            raise Interrupted(f"stopped after step {step}; it is saved, continue with `--resume`.")
+
+
+def train_step(job: Job, step: int) -> StepReport:
+    """Run one optimizer step over `train.grad_accum` microbatches, normalised by their valid tokens together."""
+    started, settings, engine = time.perf_counter(), job.run.train, job.engine
+    ledger, facts = engine.ledger, engine.facts
+    ledger.start_step(step)
+    batches = [engine.take(job.feed.next()) for _ in range(settings.grad_accum)]
+    num_valid = sum(batch.num_valid for batch in batches)
+    losses = []
+    for batch in batches:
+        with ledger.phase("forward"):
+            hidden = engine.hidden(batch)
+        with ledger.phase("head"):
+            loss = engine.head(hidden, batch.target)
+            del hidden
+        losses.append(loss.detach())
+        with ledger.phase("backward"):
+            (loss / max(1, num_valid)).backward()
+            del loss
+    with ledger.phase("optimizer"):
+        params = [param for param in engine.anatomy.model.parameters() if param.grad is not None]
+        total_norm = torch.nn.utils.get_total_norm([param.grad for param in params])
+        mean_loss = facts.number(torch.stack(losses).sum()) / max(1, num_valid)
+        grad_norm = facts.number(total_norm)
+        refuse_non_finite(engine, step, loss=mean_loss, grad_norm=grad_norm, batches=batches)
+        if settings.clip:
+            torch.nn.utils.clip_grads_with_norm_(params, settings.clip, total_norm)
+        lr = learning_rate(settings, step)
+        for group in job.optimizer.param_groups:
+            group["lr"] = lr
+        job.optimizer.step()
+        job.optimizer.zero_grad(set_to_none=True)
+    return StepReport(
+        step=step,
+        loss=mean_loss,
+        grad_norm=grad_norm,
+        lr=lr,
+        num_tokens=sum(batch.input_ids.numel() for batch in batches),
+        num_valid=num_valid,
+        step_s=time.perf_counter() - started,
+        memory=ledger.end_step(),
+    )
+
+
+def _due(step: int, every: int, *, last: bool) -> bool:
+    return last or (every > 0 and step % every == 0)
