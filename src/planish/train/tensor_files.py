@@ -1,0 +1,168 @@
+"""Named tensors in safetensors files, through torch.distributed.checkpoint: one tensor at a time, nothing pickled."""
+
+import json
+import os
+import struct
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write `tensors` into one safetensors file that is durable when this returns.
+
+    Memory: one tensor, and only where it has to be copied (it lies on a device or is not contiguous).
+
+    Raises:
+        OSError: The disk refuses. (safetensors' own writer hides its reason, and holds a file's copies all at once.)
+    """
+    # Widest items first, as safetensors itself does, so that each tensor begins at a multiple of its item size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in names:
+        start, end = end, end + tensors[name].nbytes
+        shape = list(tensors[name].shape)
+        header[name] = {"dtype": _DTYPES[tensors[name].dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in names:
+            file.write(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write `tensors` into `folder`, each rank its own shards.
+
+    Memory: one tensor, where it has to be copied.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    with _plain_errors():
+        dcp.save(dict(tensors), storage_writer=_Writer(str(folder), save_distributed=True))
+
+
+def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Read what `folder` holds under the names of `tensors` into their own memory; see `difference` beforehand.
+
+    Memory: the pages of one saved tensor.
+
+    Raises:
+        OSError, RuntimeError, ValueError: Files that cannot be read, a name that is not there, another shape.
+    """
+    with _plain_errors():
+        dcp.load(dict(tensors), storage_reader=_Reader(str(folder)))
+
+
+def describe(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Return the names, shapes and dtypes that the safetensors files of `folder` hold; no data is read."""
+    return _Reader(str(folder)).read_metadata().state_dict_metadata
+
+
+def difference(tensors: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata]) -> str | None:
+    """Return how `saved` differs from `tensors` in names, shapes and dtypes, or None where it does not."""
+    there = {name: f"{list(each.size)} {each.properties.dtype}" for name, each in saved.items()}
+    here = {name: f"{list(each.shape)} {each.dtype}" for name, each in tensors.items()}
+    names = [name for name in sorted(there | here) if there.get(name) != here.get(name)]
+    if not names:
+        return None
+    name, *others = names
+    more = f" (and {len(others)} more)" if others else ""
+    return f"`{name}` is {there.get(name, 'absent')} in the checkpoint and {here.get(name, 'absent')} here{more}"
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Writes a rank's shards as one safetensors file; torch's own holds that file twice in memory."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        tensors = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
+        offsets = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in plan.items}
+        path = Path(self.path) / f"shard-{plan.storage_data['shard_index']:05d}.safetensors"
+        write_safetensors(path, tensors, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
+        return _done([WriteResult(item.index, tensors[item.index.fqn].nbytes, None) for item in plan.items])
+
+
+class _Reader(HuggingFaceStorageReader):
+    """Reads by mapping one tensor's bytes at a time; torch's own keeps each file mapped, and counted, as a whole."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        starts: dict[str, dict[str, int]] = {}
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            if target.numel():
+                name, info = item.storage_index.fqn, self.storage_data[item.storage_index]
+                path = info.relative_path
+                starts[path] = starts.get(path) or _tensor_starts(Path(path))
+                saved = _map_tensor(path, starts[path][name], info.dtype, info.shape)
+                ranges = zip(item.storage_offsets, item.lengths, strict=True)
+                target.copy_(saved[tuple(slice(start, start + length) for start, length in ranges)])
+            planner.commit_tensor(item, target)
+        return _done(None)
+
+
+def _tensor_starts(path: Path) -> dict[str, int]:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return {name: 8 + length + each["data_offsets"][0] for name, each in header.items() if name != "__metadata__"}
+
+
+def _map_tensor(path: str, start: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    # Copy-on-write ("c") only because torch warns of arrays that are read-only; nothing is written.
+    data = np.memmap(path, dtype=np.uint8, mode="c", offset=start, shape=(shape.numel() * dtype.itemsize,))
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise what went wrong rather than torch's wrapper, which no `except Exception` would catch."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        try:
+            yield
+        except CheckpointException as wrapper:
+            raise next(iter(wrapper.failures.values()))[0] from None
