@@ -89,11 +89,6 @@ class Book:
         self._prune_at = _PRUNE_AT
         self._opened_s = time.perf_counter()
 
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the book was opened or its peaks were last forgotten."""
-        return time.perf_counter() - self._opened_s
-
     def add(self, storage: torch.UntypedStorage, tensor: torch.Tensor, category: Category, owner: str) -> Record:
         """Open a record for a storage that the book does not hold yet; `tensor` says its shape and dtype."""
         entry = _Entry(storage, self._close)
@@ -117,26 +112,28 @@ class Book:
         if owner is not None:
             record.owner = owner
 
-    def mark(self, phase: Phase) -> None:
-        """Take the bytes alive now as the peak of `phase` if they are its most."""
+    def mark(self, phase: Phase) -> float:
+        """Take the bytes alive now as the peak of `phase` if they are its most; return the seconds elapsed."""
+        seconds = time.perf_counter() - self._opened_s
         peak = self.peaks.get(phase)
         if peak is None:
             peak = self.peaks[phase] = Peak()
         if self.live_bytes > peak.live_bytes:
             peak.live_bytes = self.live_bytes
             peak.clock = self._last_peak = self._clock
-            peak.at_s = self.elapsed_s
+            peak.at_s = seconds
+        return seconds
 
     def alive(self) -> list[Record]:
         """Return the records alive now."""
-        return [entry.record for entry in self.entries.values()]
+        entries = list(self.entries.values())  # at once: a storage may die at any bytecode
+        return [entry.record for entry in entries]
 
     def alive_at(self, peak: Peak) -> Iterator[Record]:
         """Yield the records that were alive at the moment of `peak`."""
-        for records in (self._dead, self.alive()):
-            for record in records:
-                if record.born <= peak.clock < record.died:
-                    yield record
+        for record in [*self._dead, *self.alive()]:
+            if record.born <= peak.clock < record.died:
+                yield record
 
     def forget_peaks(self) -> None:
         """Start afresh: no peaks, no dead; what is alive stays."""

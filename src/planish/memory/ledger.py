@@ -1,7 +1,8 @@
 """The ledger: an exact count of the bytes that tensors hold, by phase, category and owner, held to a budget."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from planish.errors import BudgetExceeded
 from planish.memory.book import Book, Category, Phase, Record
@@ -23,6 +24,7 @@ from planish.memory.report import (
     largest_holders,
     sum_by_category,
 )
+from planish.memory.tensors import plain_tensors_in, storages_given, tensors_in
 from planish.memory.timeline import Point, Timeline
 from planish.units import format_bytes
 
@@ -36,13 +38,11 @@ _DEFAULT_CATEGORY: dict[Phase, Category] = {
     "save": "staging",
     "resume": "staging",
 }
-_LIFT_FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-_SET = tuple(getattr(torch.ops.aten.set_, name) for name in torch.ops.aten.set_.overloads())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excess:
-    """The moment the bytes alive went over the budget.
+    """The first time that the bytes alive went over the budget.
 
     Attributes:
         sentence: Phase, tensor, bytes alive and budget, in one sentence.
@@ -58,19 +58,19 @@ class Ledger(TorchDispatchMode):
 
     Each storage counts once, with the bytes it has at the moment: views cost nothing, an operation in place makes
     nothing, `resize_` is followed. Tensors made before count once they are adopted. Distributed tensors count as
-    their local shards. Under `FakeTensorMode` (entered first) the run's fake tensors count, and give the same numbers
-    as a real run.
+    their local shards. Under `FakeTensorMode` (entered first) the run's own fake tensors count, and give the numbers
+    of a real run.
 
     Only tensors on `device_type` count, real ones on "cpu" alone: on a CUDA device the allocator's own statistics are
     exact and free, see `ProcessMeter`. There the ledger is not entered; its phases, categories and steps may still be
     named, and count nothing.
 
-    Memory:    no tensor is kept alive; about 0.5 KiB for each storage alive or alive at a phase's peak.
-    Exactness: equal to the bytes of all live storages after every operation; what an operation allocates and frees
-        inside itself is not seen.
+    Memory:    no tensor is kept alive; some 0.5 KiB for each storage that is alive or was at a phase's peak.
+    Exactness: equal to the bytes of all live storages after every operation of this thread; what an operation
+        allocates and frees inside itself is not seen.
 
     Args:
-        budget_bytes: Bytes that may be alive at any moment; None means no limit.
+        budget_bytes: Bytes that may be alive at any moment, None for no limit; may be set anew at any time.
         on_exceed: "strict" raises `BudgetExceeded` from the operation that goes over, "warn" fills `first_excess`.
         device_type: The device whose tensors count; "cuda" for fake tensors only.
 
@@ -91,7 +91,6 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.budget_bytes = budget_bytes
         self.first_excess: Excess | None = None
-        self.run_peak_bytes: dict[Phase, int] = {}
         self._on_exceed = on_exceed
         self._device_type = device_type
         self._fake_mode: Any = None
@@ -99,9 +98,10 @@ class Ledger(TorchDispatchMode):
         self._timeline = Timeline()
         self._owners = OwnerTracker()
         self._phase: Phase = "init"
-        self._depth = 0
+        self._phase_depth = 0
         self._category: Category | None = None
         self._step: int | None = None
+        self._past_peaks: dict[Phase, int] = {}
 
     @property
     def live_bytes(self) -> int:
@@ -124,23 +124,30 @@ class Ledger(TorchDispatchMode):
         return {phase: self._book.peaks[phase].live_bytes for phase in in_phase_order(self._book.peaks)}
 
     @property
+    def run_peak_bytes(self) -> dict[Phase, int]:
+        """The peak of each phase over all steps."""
+        now = self.peak_bytes
+        phases = in_phase_order(self._past_peaks | now)
+        return {phase: max(self._past_peaks.get(phase, 0), now.get(phase, 0)) for phase in phases}
+
+    @property
     def timeline(self) -> tuple[Point, ...]:
         """(seconds since the step began, live bytes, phase), at most 2,000 points, the largest always among them."""
         return self._timeline.points()
 
     @contextlib.contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
-        """Count what happens inside as phase `name`."""
+        """Count what happens inside as phase `name`; outside of all phases it is "init"."""
         before, self._phase = self._phase, name
-        self._depth += 1
+        self._phase_depth += 1
         self._mark()
         try:
             yield
         finally:
             self._mark()
             self._phase = before
-            self._depth -= 1
-            if self._depth:
+            self._phase_depth -= 1
+            if self._phase_depth:
                 self._mark()
 
     @contextlib.contextmanager
@@ -165,15 +172,13 @@ class Ledger(TorchDispatchMode):
         Raises:
             BudgetExceeded: Those taken in go over the budget.
         """
-        for tensor in _plain_tensors(tensors):
-            if not self._counts(tensor):
-                continue
+        for tensor in plain_tensors_in(tensors if isinstance(tensors, Tensor) else list(tensors)):
             storage = tensor.untyped_storage()
             entry = self._book.entries.get(storage._cdata)
             if entry is not None:
                 self._book.relabel(entry.record, category, owner)
-            else:
-                self._grown(self._book.add(storage, tensor, category, owner or ""))
+            elif self._counts(tensor):
+                self._check(self._book.add(storage, tensor, category, owner or ""))
 
     @contextlib.contextmanager
     def watch(self, model: nn.Module, head: nn.Module | None = None) -> Iterator[None]:
@@ -181,7 +186,7 @@ class Ledger(TorchDispatchMode):
 
         Args:
             model: Its modules' paths become the owners of births in forward, recomputation and backward.
-            head: The module that makes logits; its births and the loss's are "head tiles".
+            head: The module that makes the logits; its births and those of the loss are "head tiles".
         """
         for name, parameter in model.named_parameters():
             self.adopt(parameter, "parameters", owner=name)
@@ -190,7 +195,8 @@ class Ledger(TorchDispatchMode):
         handles = self._owners.attach(model, head)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                handles.append(parameter.register_post_accumulate_grad_hook(_AdoptGradient(self, name)))
+                hook = functools.partial(self._adopt_gradient, name)
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))
         try:
             yield
         finally:
@@ -199,14 +205,15 @@ class Ledger(TorchDispatchMode):
 
     def start_step(self, step: int) -> None:
         """Begin to record `step`: peaks and timeline start afresh."""
+        self._past_peaks = self.run_peak_bytes
         self._step = step
         self._book.forget_peaks()
         self._timeline.clear()
-        if self._depth:
+        if self._phase_depth:
             self._mark()
 
     def end_step(self) -> StepMemory:
-        """Return what was recorded since the step began (or since the start, before the first step)."""
+        """Return what was recorded since the step began (since the start, before the first step)."""
         phases = {phase: self._phase_peak(phase) for phase in in_phase_order(self._book.peaks)}
         return StepMemory(step=self._step, phases=phases, timeline=self.timeline)
 
@@ -226,37 +233,49 @@ class Ledger(TorchDispatchMode):
                 '`device_type` "cuda" counts fake tensors only, enter FakeTensorMode first; '
                 "on a real device the CUDA allocator counts, see ProcessMeter."
             )
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._followed(self._resize)  # type: ignore[method-assign]
         super().__enter__()
         return self
 
+    def __exit__(self, *exception: Any) -> None:
+        """Stop counting; what is alive stays on the books."""
+        super().__exit__(*exception)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` and count what it made."""
-        if types and any(_is_wrapper(each) for each in types):
-            return NotImplemented
+        if any(each is not FakeTensor and is_traceable_wrapper_subclass_type(each) for each in types):
+            return NotImplemented  # it comes back as operations on what is wrapped
         result = func(*args, **(kwargs or {}))
-        grown: Record | None = None
-        inputs: set[int] | None = None
         entries = self._book.entries
-        for tensor in _flat(result):
+        grown: Record | None = None
+        given: set[int] | None = None
+        for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             entry = entries.get(storage._cdata)
             if entry is not None:
                 if storage.nbytes() != entry.record.nbytes:
                     grown = self._book.resize(entry, storage.nbytes())
             elif self._counts(tensor):
-                if inputs is None:
-                    inputs = _storages_of_inputs(func, args, kwargs)
-                if storage._cdata not in inputs:
-                    owner = self._owners.current
-                    grown = self._book.add(storage, tensor, self._label(owner), owner.name)
+                if given is None:
+                    given = storages_given(func, args, kwargs)
+                if storage._cdata not in given:
+                    grown = self._born(storage, tensor)
         if grown is not None:
-            tensor = storage = result = None if self._is_over() else result
-            self._grown(grown)
+            excess = self._note(grown)
+            if excess is not None:
+                del result, tensor, storage  # the traceback keeps this frame, which must not keep the tensor
+                raise excess
         return result
 
     def _counts(self, tensor: Tensor) -> bool:
         mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
         return mode is self._fake_mode and tensor.device.type == self._device_type
+
+    def _born(self, storage: torch.UntypedStorage, tensor: Tensor) -> Record:
+        owner = self._owners.current
+        return self._book.add(storage, tensor, self._label(owner), owner.name or self._phase)
 
     def _label(self, owner: Owner) -> Category:
         if self._category is not None:
@@ -264,34 +283,52 @@ class Ledger(TorchDispatchMode):
         label = _DEFAULT_CATEGORY[self._phase]
         return "head tiles" if owner.is_head and label == "layer working set" else label
 
+    def _adopt_gradient(self, name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.adopt(parameter.grad, "gradients", owner=name)
+
+    def _followed(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `UntypedStorage.resize_` that tells the book; it is no operation, so no mode ever sees it."""
+
+        @functools.wraps(resize)
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            entry = self._book.entries.get(storage._cdata)
+            if entry is not None and storage.nbytes() != entry.record.nbytes:
+                self._check(self._book.resize(entry, storage.nbytes()))
+            return result
+
+        return resize_
+
     def _mark(self) -> None:
-        book = self._book
-        book.mark(self._phase)
-        self.run_peak_bytes[self._phase] = max(self.run_peak_bytes.get(self._phase, 0), book.live_bytes)
-        self._timeline.add(book.elapsed_s, book.live_bytes, self._phase)
+        seconds = self._book.mark(self._phase)
+        self._timeline.add(seconds, self._book.live_bytes, self._phase)
 
-    def _is_over(self) -> bool:
-        return self.budget_bytes is not None and self._book.live_bytes > self.budget_bytes
-
-    def _grown(self, record: Record) -> None:
-        """Take note that `record` was born or grew, and stop if that went over the budget."""
+    def _note(self, record: Record) -> BudgetExceeded | None:
+        """Take note that `record` was born or resized; return what to raise if that broke the budget."""
         self._mark()
-        if not self._is_over() or not record.nbytes or (self._on_exceed == "warn" and self.first_excess):
-            return
-        excess = Excess(sentence=self._sentence(record), table=self.table())
-        self.first_excess = self.first_excess or excess
-        if self._on_exceed == "strict":
-            error = BudgetExceeded(excess.sentence)
-            error.table = excess.table
-            raise error
+        budget_bytes = self.budget_bytes
+        if budget_bytes is None or self._book.live_bytes <= budget_bytes or not record.nbytes:
+            return None
+        if self._on_exceed == "warn" and self.first_excess is not None:
+            return None
+        error = BudgetExceeded(self._sentence(record, budget_bytes), table=self.table())
+        if self.first_excess is None:
+            self.first_excess = Excess(sentence=str(error), table=error.table)
+        return error if self._on_exceed == "strict" else None
 
-    def _sentence(self, record: Record) -> str:
-        assert self.budget_bytes is not None
+    def _check(self, record: Record) -> None:
+        excess = self._note(record)
+        if excess is not None:
+            raise excess
+
+    def _sentence(self, record: Record, budget_bytes: int) -> str:
         dtype = str(record.dtype).removeprefix("torch.")
+        over = format_bytes(self.live_bytes - budget_bytes)
         return (
-            f"{format_bytes(self.live_bytes)} are alive in {self._phase}, over the budget of "
-            f"{format_bytes(self.budget_bytes)}, since `{record.owner or 'no module'}` made a tensor "
-            f"{tuple(record.shape)} {dtype} of {format_bytes(record.nbytes)}."
+            f"{self._phase}: a {tuple(record.shape)} {dtype} tensor of {format_bytes(record.nbytes)} for "
+            f"`{record.owner}` takes the bytes alive to {format_bytes(self.live_bytes)}, {over} over the budget of "
+            f"{format_bytes(budget_bytes)}; raise `memory.budget` or bound the largest of those alive."
         )
 
     def _phase_peak(self, phase: Phase) -> PhasePeak:
@@ -303,47 +340,3 @@ class Ledger(TorchDispatchMode):
             categories=sum_by_category(records),
             owners=largest_holders(records),
         )
-
-
-class _AdoptGradient:
-    """Labels a parameter's gradient once it is there."""
-
-    def __init__(self, ledger: Ledger, name: str) -> None:
-        self._ledger = ledger
-        self._name = name
-
-    def __call__(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self._ledger.adopt(parameter.grad, "gradients", owner=self._name)
-
-
-def _is_wrapper(cls: type) -> bool:
-    return cls is not FakeTensor and "__tensor_flatten__" in dir(cls)
-
-
-def _flat(result: Any) -> Iterator[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, tuple | list):
-        for each in result:
-            yield from _flat(each)
-
-
-def _plain_tensors(tensors: Tensor | Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors that hold bytes: wrappers such as DTensor give way to what they wrap."""
-    for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
-        if is_traceable_wrapper_subclass(tensor):
-            yield from _plain_tensors([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
-        else:
-            yield tensor
-
-
-def _storages_of_inputs(func: Any, args: Any, kwargs: Any) -> set[int]:
-    """Return the keys of the storages that `func` was given; an output that holds one of them is not new."""
-    if func in _LIFT_FRESH:
-        return set()
-    given = args[1:] if func in _SET else args
-    keys = {tensor.untyped_storage()._cdata for tensor in _flat(given)}
-    if kwargs:
-        keys.update(tensor.untyped_storage()._cdata for tensor in _flat(list(kwargs.values())))
-    return keys

@@ -67,12 +67,12 @@ class StepMemory:
     @property
     def peak_phase(self) -> Phase:
         """The phase of the step's peak."""
-        return max(self.phases, key=lambda phase: self.phases[phase].peak_bytes)
+        return max(self.phases, key=lambda phase: self.phases[phase].peak_bytes, default="init")
 
     @property
     def peak_bytes(self) -> int:
         """The largest number of bytes alive in the step."""
-        return self.phases[self.peak_phase].peak_bytes
+        return max((peak.peak_bytes for peak in self.phases.values()), default=0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the step as plain data that `from_dict` reads back."""
@@ -150,7 +150,7 @@ def format_table(categories: dict[Category, int], owners: tuple[Held, ...]) -> s
     for held in owners:
         times = f"{held.count} x " if held.count > 1 else ""
         what = f"{times}{held.shape} {held.dtype}, {held.category}"
-        rows.append((f"  {held.owner or '(no module)'}", format_bytes(held.total_bytes), what))
+        rows.append((f"  {held.owner or '(unnamed)'}", format_bytes(held.total_bytes), what))
     rest = total - sum(held.total_bytes for held in owners)
     if rest:
         rows.append(("  all others", format_bytes(rest), ""))

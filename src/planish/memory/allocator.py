@@ -1,0 +1,94 @@
+"""The C allocator's thresholds: whether freed tensors go back to the system, so that VmHWM follows the ledger.
+
+glibc serves blocks under a threshold from a heap that shrinks from its top only, and raises that threshold to 32 MiB
+as large blocks are freed: the heap then keeps most of what a training step frees. Fixed at 64 KiB, every tensor that
+matters has pages of its own, which go back when it dies; the price is page faults when the next one comes.
+"""
+
+import ctypes
+import sys
+from dataclasses import dataclass
+
+from planish.units import format_bytes
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_DEFAULT_BYTES = 64 * 2**10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MallocSetting:
+    """What became of a request to fix malloc's thresholds.
+
+    Attributes:
+        applied: Whether blocks of `threshold_bytes` and more go back to the system when they are freed.
+        threshold_bytes: The threshold asked for.
+        reason: Why not, or how it is known.
+    """
+
+    applied: bool
+    threshold_bytes: int
+    reason: str
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo`; `hblks` counts the blocks that have pages of their own."""
+
+    _fields_ = [
+        (name, ctypes.c_int)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usm", "fsm", "uord", "ford", "keep")
+    ]
+
+
+def fix_malloc_thresholds(threshold_bytes: int = _DEFAULT_BYTES) -> MallocSetting:
+    """Make malloc give blocks of `threshold_bytes` and more back to the system as soon as they are freed.
+
+    For the whole process and for good; call it before the first tensor. The result is checked by a block of that
+    size, since another malloc may have been loaded in front of glibc's.
+
+    Args:
+        threshold_bytes: Smallest block with pages of its own.
+    """
+    libc, reason = _glibc()
+    if libc is not None:
+        accepted = [libc.mallopt(name, threshold_bytes) for name in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)]
+        if accepted != [1, 1]:
+            reason = f"glibc refused a threshold of {format_bytes(threshold_bytes)}"
+        elif not _has_own_pages(libc, threshold_bytes):
+            reason = "another malloc serves this process"
+        else:
+            return MallocSetting(applied=True, threshold_bytes=threshold_bytes, reason=reason)
+    return MallocSetting(applied=False, threshold_bytes=threshold_bytes, reason=reason)
+
+
+def describe() -> str:
+    """Return what `planish train` can do about malloc here, for `planish doctor`."""
+    libc, reason = _glibc()
+    if libc is None:
+        return f"{reason}: freed blocks may stay resident"
+    return f"{reason}: `planish train` fixes the mmap and trim thresholds at {format_bytes(_DEFAULT_BYTES)}"
+
+
+def _glibc() -> tuple[ctypes.CDLL | None, str]:
+    """Return the C library and its name, or None and why it is not glibc."""
+    if sys.platform != "linux":
+        return None, f"{sys.platform} has no glibc"
+    libc = ctypes.CDLL(None)
+    try:
+        version = libc.gnu_get_libc_version
+        libc.mallinfo.restype = _MallInfo
+    except AttributeError:
+        return None, "the C library is not glibc"
+    version.restype = ctypes.c_char_p
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    return libc, f"glibc {version().decode()}"
+
+
+def _has_own_pages(libc: ctypes.CDLL, nbytes: int) -> bool:
+    before = libc.mallinfo().hblks
+    block = libc.malloc(nbytes)
+    after = libc.mallinfo().hblks
+    libc.free(block)
+    return after == before + 1
