@@ -8,9 +8,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "BudgetExceeded": "planish.errors",
     "Plan": "planish.methods",
+    "linear_cross_entropy": "planish.peaks.vocab.losses",
 }
 
-__all__ = ["BudgetExceeded", "Plan"]
+__all__ = ["BudgetExceeded", "Plan", "linear_cross_entropy"]
 
 
 def __getattr__(name: str) -> Any:

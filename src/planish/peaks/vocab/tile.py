@@ -1,0 +1,239 @@
+"""One tile of logits, some rows by some blocks of the vocabulary: filled, folded into statistics, turned to gradient.
+
+[Note: canonical blocks] A sum over the vocabulary is formed per block of `price.vocab.BLOCK` columns, from that
+block's own maximum, and the blocks are combined in vocabulary order; logits are computed for multiples of
+`price.vocab.ROW_STEP` rows. With both, no bit of the lse depends on the tile's size.
+
+[Note: exp and exp2] On a CPU `exp2` takes a third of the time of `exp`, but its last bit depends on where a vector
+begins. The lse is therefore made with `exp`, and the probabilities of the gradient with `exp2`.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from planish.price.vocab import BLOCK, Head, Tiling, block_ranges
+
+LOG2E = math.log2(math.e)
+FLOOR = -1e38
+"""The maximum of a block that is -inf throughout: finite, so that the block adds 0 and not NaN."""
+FAR_BELOW = -1000.0
+"""Below this distance from the maximum an exponential is 0 in every dtype, and 0 times the distance must be 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """The working buffers of one call, as `Tiling.buffers` lists them."""
+
+    tile: Tensor
+    strip: Tensor
+    rows: Tensor
+    row_grads: Tensor | None = None
+    gather: Tensor | None = None
+    cast: Tensor | None = None
+    part: Tensor | None = None
+    ones: Tensor | None = None
+    spare: Tensor | None = None
+    block_max: Tensor
+    block_sum: Tensor
+    block_logits: Tensor | None = None
+    block_energy: Tensor | None = None
+    block_argmax: Tensor | None = None
+
+    @classmethod
+    def allocate(cls, tiling: Tiling, head: Head, device: torch.device) -> Self:
+        """Return buffers of the sizes that `tiling` has for `head`; only `ones` is filled."""
+        buffers = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            for name, (shape, dtype) in tiling.buffers(head).items()
+        }
+        if "ones" in buffers:
+            buffers["ones"].fill_(1.0)
+        return cls(**buffers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """What one pass over the vocabulary tells about each row; None where not wanted."""
+
+    lse: Tensor
+    entropy: Tensor | None
+    mean: Tensor | None
+    argmax: Tensor | None
+
+
+def strips(tile: Tensor, strip: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield ranges of rows of `tile` that fit in `strip`, each with `strip` viewed in that shape."""
+    rows, columns = tile.shape
+    step = max(1, strip.numel() // columns)
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        yield slice(start, stop), strip[: (stop - start) * columns].view(stop - start, columns)
+
+
+def weight_chunks(work: Workspace, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield ranges of rows of `weight`, with those rows in the compute dtype: all at once, or cast in pieces."""
+    if work.cast is None:
+        yield slice(0, len(weight)), weight
+        return
+    for _, start, stop in block_ranges(len(weight), max(1, len(work.cast) // BLOCK)):
+        yield slice(start, stop), work.cast[: stop - start].copy_(weight[start:stop])
+
+
+def fill(
+    work: Workspace, rows: Tensor, weight: Tensor, bias: Tensor | None, *, logit_scale: float, softcap: float | None
+) -> Tensor:
+    """Return the tile softcap(logit_scale * (rows @ weight^T + bias)), in the compute dtype."""
+    tile = work.tile.view(-1)[: len(rows) * len(weight)].view(len(rows), len(weight))
+    for columns, chunk in weight_chunks(work, weight):
+        out = tile[:, columns]
+        start, beta = (out, 0.0) if bias is None else (bias[columns], logit_scale)
+        torch.addmm(start, rows, chunk.t(), beta=beta, alpha=logit_scale, out=out)
+    if softcap is not None:
+        for span, strip in strips(tile, work.strip):
+            tile[span].copy_(strip.copy_(tile[span]).div_(softcap).tanh_().mul_(softcap))
+    return tile
+
+
+def fold(work: Workspace, tile: Tensor, first_block: int) -> None:
+    """Write the statistics of each canonical block of `tile` into the workspace."""
+    for span, strip in strips(tile, work.strip):
+        block = first_block
+        for columns, count in _canonical(tile.shape[1]):
+            z = tile[span, columns].unflatten(1, (count, -1))
+            wide = strip.view(-1)[: z.numel()].view(z.shape)
+            _fold_blocks(work, z, wide, (span, slice(block, block + count)))
+            block += count
+
+
+def _canonical(columns: int) -> Iterator[tuple[slice, int]]:
+    """Yield ranges of columns with the number of canonical blocks in each: the whole ones, then a ragged last one."""
+    ragged = columns % BLOCK > 0
+    whole = max(0, columns // BLOCK - ragged)
+    if whole:
+        yield slice(0, whole * BLOCK), whole
+    if ragged:
+        yield slice(whole * BLOCK, columns), 1
+
+
+def _fold_blocks(work: Workspace, z: Tensor, wide: Tensor, where: tuple[slice, slice]) -> None:
+    """Write the statistics of logits `z`, [rows, blocks, columns]; `wide` is scratch of that shape."""
+    if z.dtype != wide.dtype:
+        z = wide.copy_(z)
+    top = work.block_max[where]
+    if work.block_argmax is None:
+        torch.amax(z, -1, out=top)
+    else:
+        torch.max(z, -1, out=(top, work.block_argmax[where]))
+    if work.block_logits is not None:
+        torch.sum(z, -1, out=work.block_logits[where])
+    torch.sub(z, top.clamp_(min=FLOOR).unsqueeze(-1), out=wide)
+    if work.block_energy is None:
+        torch.sum(wide.exp_(), -1, out=work.block_sum[where])
+        return
+    below = work.spare[: wide.numel()].view(wide.shape).copy_(wide).clamp_(min=FAR_BELOW)
+    torch.sum(wide.exp_(), -1, out=work.block_sum[where])
+    torch.sum(below.mul_(wide), -1, out=work.block_energy[where])
+
+
+def combine(work: Workspace, rows: int, columns: int) -> Statistics:
+    """Return the statistics of the first `rows` rows over all `columns`; those of the blocks are used up."""
+    shift, total = work.block_max[:rows], work.block_sum[:rows]
+    energy, argmax = work.block_energy, work.block_argmax
+    top = shift.amax(1)
+    if argmax is not None:
+        best = shift.argmax(1, keepdim=True)
+        argmax = argmax[:rows].gather(1, best).add_(best, alpha=BLOCK).squeeze(1)
+    shift.sub_(top.unsqueeze(1))
+    if energy is not None:
+        energy = energy[:rows].addcmul_(shift, total)
+    total.mul_(shift.exp_())
+    total = total.sum(1)
+    entropy = None if energy is None else total.log().sub_(energy.mul_(shift).sum(1).div_(total))
+    mean = None if work.block_logits is None else work.block_logits[:rows].sum(1).div_(columns)
+    return Statistics(lse=total.log_().add_(top), entropy=entropy, mean=mean, argmax=argmax)
+
+
+def pick(tile: Tensor, local: Tensor) -> Tensor:
+    """Return tile[n, local[n]] for each row; 0 where `local` is negative."""
+    inside = tile.gather(1, local.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return inside.masked_fill_(local < 0, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slopes:
+    """Derivatives of the loss by the statistics of each row, [rows]; None is 0, and 1 for `softmax`."""
+
+    softmax: Tensor | None
+    target: Tensor | None
+    uniform: Tensor | None = None
+    entropy: Tensor | None = None
+    mean_logit: Tensor | None = None
+
+
+def differentiate(
+    work: Workspace,
+    tile: Tensor,
+    lse: Tensor,
+    local: Tensor,
+    slopes: Slopes,
+    *,
+    softcap: float | None,
+    bias_grad: Tensor | None,
+) -> None:
+    """Overwrite logits y by the derivative of the loss, each row with its own slopes; add its sum to `bias_grad`.
+
+    dy_v = (softmax - entropy (y_v - mean_logit)) p_v - target [v == local] - uniform,  p = exp(y - lse),
+    where mean_logit is the sum of p y. With softcap s, dy is multiplied by 1 - (y / s)^2.
+    """
+    hit = None if slopes.target is None else slopes.target.masked_fill(local < 0, 0.0).neg_().unsqueeze(1)
+    column = local.clamp(min=0).unsqueeze(1)
+    in_place = tile.dtype == work.strip.dtype and softcap is None and slopes.entropy is None
+    for span, strip in strips(tile, work.strip):
+        y = tile[span]
+        grad = y if in_place else strip.copy_(y)
+        grad.sub_(lse[span].unsqueeze(1)).mul_(LOG2E).exp2_()
+        _weigh(work, grad, y, slopes, span)
+        if hit is not None:
+            grad.scatter_add_(1, column[span], hit[span])
+        if softcap is not None:
+            grad.mul_(_spare(work, y).div_(softcap).square_().neg_().add_(1.0))
+        if bias_grad is not None:
+            bias_grad.addmv_(grad.t(), work.ones[: len(grad)])
+        if not in_place:
+            y.copy_(grad)
+
+
+def _weigh(work: Workspace, p: Tensor, y: Tensor, slopes: Slopes, span: slice) -> None:
+    """Turn probabilities into their part of the derivative, in place."""
+    if slopes.entropy is not None:
+        below_mean = _spare(work, y).sub_(slopes.mean_logit[span].unsqueeze(1)).clamp_(min=FAR_BELOW)
+        p.mul_(below_mean.mul_(slopes.entropy[span].neg().unsqueeze(1)).add_(slopes.softmax[span].unsqueeze(1)))
+    elif slopes.softmax is not None:
+        p.mul_(slopes.softmax[span].unsqueeze(1))
+    if slopes.uniform is not None:
+        p.sub_(slopes.uniform[span].unsqueeze(1))
+
+
+def _spare(work: Workspace, y: Tensor) -> Tensor:
+    """Return a copy of `y` in the spare strip."""
+    return work.spare[: y.numel()].view(y.shape).copy_(y)
+
+
+def accumulate(work: Workspace, total: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
+    """Add a @ b to `total`, or set it when `fresh`; a total wider than the compute dtype is summed in its own."""
+    if total.dtype == a.dtype:
+        torch.addmm(total, a, b, beta=0.0 if fresh else 1.0, out=total)
+        return
+    step = len(work.part)
+    for start in range(0, len(total), step):
+        stop = min(len(total), start + step)
+        part = torch.mm(a[start:stop], b, out=work.part[: stop - start])
+        if fresh:
+            total[start:stop].copy_(part)
+        else:
+            total[start:stop].add_(work.strip[: part.numel()].view(part.shape).copy_(part))
