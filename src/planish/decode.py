@@ -1,8 +1,8 @@
 """Trees of TOML and flags in, frozen dataclasses out (and back), with one clear sentence for each mistake.
 
-A field's type says what is accepted: `Bytes` takes "4GiB", `Count` takes 4096 or "4K", a union of dataclasses
-takes a table whose `method` is the class's name in kebab case, and a trailing underscore in a field's name is
-dropped from its key (`from_` is written `from`).
+A field's type says what is accepted: `Bytes` takes "4GiB", `Count` takes 4096 or "4K", a union of dataclasses takes a
+table whose `method` is the class's name in kebab case (left out where only one class has the keys given), and a trailing
+underscore in a field's name is dropped from its key (`from_` is written `from`).
 """
 
 import dataclasses
@@ -125,13 +125,20 @@ def _decode_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
     if not all(dataclasses.is_dataclass(option) for option in choices) or len(choices) == 1:
         return _decode_value(choices[0], value, where)
     tree = {"method": value} if isinstance(value, str) else value
-    if not isinstance(tree, Mapping) or not isinstance(tree.get("method"), str):
-        raise UsageError(f"`{where}.method` must name a method; {nearest('', map(method_name, choices))}")
     by_name = {method_name(option): option for option in choices}
+    if isinstance(tree, Mapping) and tree and "method" not in tree:
+        able = [name for name, option in by_name.items() if _keys(tree) <= fields_of(option).keys()]
+        tree = tree | {"method": able[0]} if len(able) == 1 else tree
+    if not isinstance(tree, Mapping) or not isinstance(tree.get("method"), str):
+        raise UsageError(f"`{where}.method` must name a method; {nearest('', by_name)}")
     name = tree["method"]
     if name not in by_name:
         raise UsageError(f"`{where}.method` has no method {name!r}; {nearest(name, by_name)}")
     return _decode_table(by_name[name], {key: each for key, each in tree.items() if key != "method"}, where)
+
+
+def _keys(tree: Mapping[str, Any]) -> set[str]:
+    return {key.replace("-", "_") for key in tree}
 
 
 def _decode_literal(options: tuple[Any, ...], value: Any, where: str) -> Any:

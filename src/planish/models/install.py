@@ -68,7 +68,7 @@ def _install_boundary(
         case Plain():
             return
         case Checkpoint():
-            if model.is_gradient_checkpointing:
+            if model.is_activation_checkpointing:
                 return
             model.activation_checkpointing_enable({"use_reentrant": False})
             replaced.append("layers: checkpointed, each keeps its input alone")

@@ -92,7 +92,7 @@ def build_engine(
 
 def _label_boundaries(anatomy: Anatomy, ledger: Ledger, scope: ExitStack) -> None:
     """Count the input of each checkpointed layer, the one tensor that it keeps, as a boundary."""
-    if not anatomy.model.is_gradient_checkpointing:
+    if not anatomy.model.is_activation_checkpointing:
         return
 
     for name, layer in anatomy.layers.items():

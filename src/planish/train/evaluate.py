@@ -13,7 +13,7 @@ from planish.train.engine import Engine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
-    """Held-out quality: `bits_per_byte` compares across tokenizers (None where the text is not known), `loss` does not."""
+    """Held-out quality; `bits_per_byte` compares across tokenizers, and is None where the text is not known."""
 
     loss: float
     bits_per_byte: float | None

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -103,7 +102,7 @@ class _Records:
                 "step_s": round(report.step_s, 4),
                 "tokens_per_s": round(report.num_tokens / report.step_s, 1),
                 "memory/peak_bytes": report.memory.peak_bytes,
-                "memory/vm_hwm_bytes": self._meter.peak_bytes,
+                "memory/vm_hwm_bytes": self._meter.read().resident_peak_bytes,
             }
         )
         self.memory_line(report.step)

@@ -1,0 +1,186 @@
+"""`planish demo`: a real pretrained model on real text, the plain way stopped at a budget that planish's way fits."""
+
+import gc
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from planish.cli.options import parse_plain
+from planish.decode import method_name, nearest
+from planish.errors import BudgetExceeded, UsageError, VerificationFailed
+from planish.methods import Checkpoint, Plan
+from planish.runfile import DataSection, MemorySection, ModelSection, RunFile, SaveSection, TrainSection
+from planish.units import format_bytes
+
+_MODEL = "smollm2-135m"
+_PROMPT = "The ladies of the house were"
+_BUDGET_BYTES = 3 * 2**30
+_STEPS = 2
+# bf16 keeps 8 bits: two orders of summation of the same step differ by about 2^-9 of the loss at most.
+_TOLERANCE = 2**-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Train SmolLM2-135M on English text at 4,096 tokens, plain and bounded, and compare (minutes on two cores)."""
+
+    peak: Annotated[str | None, tyro.conf.Positional] = None
+    """Show one peak alone, in a minute: attention, vocab or boundary."""
+    dir: Path = Path("runs/demo")
+    """Run folder; what an earlier demo wrote there is replaced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What some steps of one plan gave."""
+
+    losses: tuple[float, ...]
+    peak_bytes: int
+    peak_phase: str
+    seconds: float
+
+
+def main(words: list[str]) -> int:
+    """Run the verb."""
+    options = parse_plain(Options, words, verb="demo")
+    peaks = [field.name for field in fields(Plan)]
+    if options.peak is not None and options.peak not in peaks:
+        raise UsageError(f"no peak {options.peak!r} to show; {nearest(options.peak, peaks)}")
+
+    import transformers
+
+    from planish.memory.allocator import fix_malloc_thresholds
+
+    fix_malloc_thresholds()
+    transformers.utils.logging.disable_progress_bar()
+    if options.peak is None:
+        _whole(options.dir)
+    else:
+        _alone(options.peak)
+    return 0
+
+
+def settings(folder: Path, *, context: int, plan: Plan, budget_bytes: int | None) -> RunFile:
+    """Return the demo's run file."""
+    return RunFile(
+        model=ModelSection(from_=_MODEL),
+        data=DataSection(train=("builtin:english",), context=context),
+        train=TrainSection(steps=_STEPS, schedule="constant"),
+        memory=MemorySection(budget=budget_bytes),
+        plan=plan,
+        save=SaveSection(dir=folder, keep=1),
+    )
+
+
+def measure(run: RunFile, steps: int) -> Outcome:
+    """Run some steps of `run` without a run folder."""
+    from planish.memory.ledger import Ledger
+    from planish.train.job import build
+    from planish.train.loop import train_step
+
+    gc.collect()
+    started = time.perf_counter()
+    with ExitStack() as scope:
+        ledger = scope.enter_context(Ledger(budget_bytes=run.memory.budget))
+        job = build(run, ledger, scope)
+        reports = [train_step(job, step) for step in range(1, steps + 1)]
+    worst = max((report.memory for report in reports), key=lambda memory: memory.peak_bytes)
+    return Outcome(
+        losses=tuple(report.loss for report in reports),
+        peak_bytes=worst.peak_bytes,
+        peak_phase=worst.peak_phase,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _whole(folder: Path) -> None:
+    plain = settings(folder, context=4096, plan=Plan.plain(), budget_bytes=_BUDGET_BYTES)
+    bounded = replace(plain, plan=Plan())
+    _say(f"SmolLM2-135M, bf16, {plain.data.context:,} tokens of English a step, budget {format_bytes(_BUDGET_BYTES)}.")
+    _say(f"\n1. {_MODEL} before training: {_PROMPT}{_continue(_MODEL)!r}")
+    _say("\n2. Plain PyTorch and transformers inside the budget:")
+    try:
+        measure(plain, steps=1)
+    except BudgetExceeded as error:
+        _say(f"   stopped: {error}\n\n{_indent(error.table, lines=16)}")
+    else:
+        raise VerificationFailed("the plain way fits the demo's budget, so the demo shows nothing.")
+    _say("\n3. The same without a budget:")
+    free = measure(replace(plain, memory=MemorySection()), _STEPS)
+    _show(free)
+    _say("\n4. planish inside the budget, with this plan:\n")
+    _say(_indent(bounded.plan.to_toml()))
+    held = _train(bounded)
+    _compare(free, held)
+    checkpoint = folder / "checkpoints" / f"step-{_STEPS:08d}"
+    _say(f"\n5. {checkpoint}, opened by transformers: {_PROMPT}{_continue(str(checkpoint))!r}")
+
+
+def _train(run: RunFile) -> Outcome:
+    """Train with a run folder and a checkpoint, and return what its files say."""
+    import json
+
+    from planish.cli.train import train
+
+    gc.collect()
+    started = time.perf_counter()
+    train(run, resume=False, overwrite=(run.save.dir / "run.toml").exists())
+    seconds = time.perf_counter() - started
+    lines = [json.loads(line) for line in (run.save.dir / "metrics.jsonl").read_text().splitlines()]
+    memory = [json.loads(line) for line in (run.save.dir / "memory.jsonl").read_text().splitlines()]
+    worst = max(memory, key=lambda line: line["peak_bytes"])
+    return Outcome(
+        losses=tuple(line["loss"] for line in lines if "loss" in line),
+        peak_bytes=worst["peak_bytes"],
+        peak_phase=worst["peak_phase"],
+        seconds=seconds,
+    )
+
+
+def _alone(peak: str) -> None:
+    base = replace(Plan.plain(), boundary=Checkpoint()) if peak != "boundary" else Plan.plain()
+    method = getattr(Plan(), peak)
+    _say(f"SmolLM2-135M, bf16, 2,048 tokens: one step, with `plan.{peak}` plain and {method_name(type(method))}.")
+    outcomes = []
+    for plan in (base, replace(base, **{peak: method})):
+        _say(f"\nplan.{peak} = {method_name(type(getattr(plan, peak)))}")
+        outcomes.append(measure(settings(Path(), context=2048, plan=plan, budget_bytes=None), steps=1))
+        _show(outcomes[-1])
+    _compare(*outcomes)
+
+
+def _show(outcome: Outcome) -> None:
+    losses = ", ".join(f"{loss:.4f}" for loss in outcome.losses)
+    peak = f"{format_bytes(outcome.peak_bytes)} ({outcome.peak_phase})"
+    _say(f"   losses {losses}; peak {peak}; {outcome.seconds:.0f} s with loading")
+
+
+def _compare(plain: Outcome, bounded: Outcome) -> None:
+    difference = max(abs(a - b) / abs(a) for a, b in zip(plain.losses, bounded.losses, strict=True))
+    _say(
+        f"\n   peak {format_bytes(plain.peak_bytes)} -> {format_bytes(bounded.peak_bytes)} "
+        f"({1 - bounded.peak_bytes / plain.peak_bytes:.0%} less); losses differ by {difference:.1e} of themselves"
+    )
+    if difference > _TOLERANCE:
+        raise VerificationFailed(f"losses differ by {difference:.1e}, more than bf16's {_TOLERANCE:.1e}.")
+
+
+def _continue(model: str) -> str:
+    from planish.cli.generate import Options as GenerateOptions
+    from planish.cli.generate import generate
+
+    return generate(GenerateOptions(model=model, prompt=_PROMPT, max_tokens=24))
+
+
+def _indent(text: str, lines: int | None = None) -> str:
+    return "\n".join(f"   {line}" for line in text.strip().splitlines()[:lines])
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()

@@ -1,0 +1,194 @@
+"""`planish train` as a user meets it: what it writes, what it refuses, with which exit code and sentence."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from planish.cli.main import main
+
+
+@pytest.fixture
+def train(model_folder, text_file, tmp_path, capsys):
+    """Return (*flags, family) -> (exit code, what was said on stderr); the run folder is tmp_path / "run"."""
+
+    def run(*flags, family="llama", model=None):
+        words = ["train", "--model.from", str(model or model_folder(family)), "--data.train", str(text_file)]
+        words += ["--data.context", "32", "--train.steps", "3", "--model.dtype", "fp32"]
+        code = main([*words, "--save.dir", str(tmp_path / "run"), *map(str, flags)])
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gemma2"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16-pure"])
+def test_a_run_leaves_what_the_contract_names(train, tmp_path, text_file, family, dtype):
+    code, said = train("--model.dtype", dtype, "--data.eval", text_file, "--data.eval_tokens", 64, family=family)
+    assert (code, said) == (0, "")
+    run = tmp_path / "run"
+    metrics = lines(run / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3, 3]
+    assert all(math.isfinite(line["loss"]) for line in metrics[:3])
+    assert metrics[3]["eval/loss"] > 0
+    assert {line["step"] for line in lines(run / "memory.jsonl")} == {0, 1, 2, 3}
+    assert (run / "latest").read_text() == "step-00000003\n"
+    checkpoint = run / "checkpoints" / "step-00000003"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert {param.dtype for param in model.parameters()} == {torch.float32 if dtype == "fp32" else torch.bfloat16}
+
+
+def test_accumulation_is_normalised_by_all_valid_tokens(train, tmp_path, model_folder):
+    """Two rows at once, and one after the other, are the same step up to the order of summation."""
+    folder = model_folder()
+    losses = []
+    for flags in (("--train.grad_accum", 1), ("--train.grad_accum", 2)):
+        assert train("--train.global_tokens", 64, *flags, "--overwrite", model=folder)[0] == 0 or not losses
+        losses.append([line["loss"] for line in lines(tmp_path / "run" / "metrics.jsonl")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_loss_falls_when_trained_on_one_text(train, tmp_path):
+    code, _ = train("--train.steps", 40, "--train.lr", 1e-2, "--train.warmup", 4)
+    assert code == 0
+    losses = [line["loss"] for line in lines(tmp_path / "run" / "metrics.jsonl")]
+    assert sum(losses[-5:]) / 5 < losses[0] - 0.5
+
+
+def test_a_resumed_run_is_bit_identical(train, tmp_path, model_folder):
+    folder = model_folder()
+    steps = ("--train.schedule", "constant", "--save.every", 2, "--model.dtype", "bf16")
+    assert train("--train.steps", 6, *steps, model=folder)[0] == 0
+    whole = [float.hex(line["loss"]) for line in lines(tmp_path / "run" / "metrics.jsonl")]
+    assert train("--train.steps", 4, *steps, "--overwrite", model=folder)[0] == 0
+    assert train("--train.steps", 6, *steps, "--resume", model=folder)[0] == 0
+    assert [float.hex(line["loss"]) for line in lines(tmp_path / "run" / "metrics.jsonl")] == whole
+
+
+def test_old_checkpoints_go(train, tmp_path):
+    assert train("--train.steps", 6, "--save.every", 1, "--save.keep", 2)[0] == 0
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000005", "step-00000006"]
+
+
+def test_a_run_folder_is_not_lost_by_accident(train, tmp_path):
+    assert train()[0] == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    code, said = train()
+    assert code == 2
+    assert "--resume" in said
+    assert "--overwrite" in said
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--train.step", "3"], "unknown key `train.step`; did you mean `steps`?"),
+        (["--model.rop", "x"], "did you mean `rope`?"),
+        (["--memory", "-1"], "must be a positive size"),
+        (["--memory", "0"], "needs a unit"),
+        (["--memory", "4"], 'write "4GiB" or "4GB"'),
+        (["--memory", "4XB"], "unknown unit 'XB'"),
+        (["--memory", "0GiB"], "must be above zero"),
+        (["--train.lr", "0"], "`train.lr` must be above 0"),
+        (["--train.warmup", "9"], "must not exceed `train.steps`"),
+        (["--train.global_tokens", "33"], "must be a multiple of `data.context`"),
+        (["--data.context", "300"], "longer than the model's 256 positions"),
+        (["--data.train", "nowhere.txt"], "nowhere.txt"),
+        (["--data.train", "builtin:englich"], "did you mean `english`?"),
+        (["--model.from", "nowhere"], "neither a folder nor a built-in model"),
+        (["--model.config", "config.json"], "exactly one of"),
+        (["--plan.vocab", "block"], "did you mean `blocked`?"),
+        (["--plan.vocab.tile_bytes", "0KiB"], "must be above zero"),
+        (["--resume", "--overwrite"], "exclude each other"),
+        (["--resume"], "no run to resume"),
+    ],
+)
+def test_bad_settings_get_one_sentence_and_nothing_is_written(train, tmp_path, flags, said):
+    code, error = train(*flags)
+    assert code == 2
+    assert said in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"", "empty"), (b"good text\xff\xfe", "byte 9"), (b"\x00\x01\x02\x00", "byte 0")],
+)
+def test_bad_text_is_named_with_its_byte(train, tmp_path, content, said):
+    path = tmp_path / "bad.txt"
+    path.write_bytes(content)
+    code, error = train("--data.train", path)
+    assert code == 2
+    assert "bad.txt" in error
+    assert said in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_beyond_the_vocabulary_is_refused(train, model_folder, tiny_tokenizer):
+    code, error = train(model=model_folder(vocab_size=200))
+    assert code == 2
+    assert f"ids up to {len(tiny_tokenizer) - 1}" in error
+    assert "ends at 199" in error
+
+
+def test_extended_positions_train(train):
+    assert train("--data.context", 300, "--model.extend_positions")[0] == 0
+
+
+def test_a_run_file_and_flags_are_one_tree(train, tmp_path, model_folder, text_file):
+    path = tmp_path / "run.toml"
+    path.write_text(f'[model]\nfrom = "{model_folder()}"\n[data]\ntrain = "{text_file}"\ncontext = 32\n[train]\nstep = 2\n')
+    assert main(["train", str(path)]) == 2
+    path.write_text(path.read_text().replace("step = 2", "steps = 2"))
+    assert main(["train", str(path), "--save.dir", str(tmp_path / "out"), "--train.lr", "1e-5"]) == 0
+    assert main(["train", str(tmp_path / "out"), "--resume", "--train.steps", "3"]) == 0
+    assert [line["step"] for line in lines(tmp_path / "out" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_the_budget_stops_a_run_with_the_table_in_its_folder(train, tmp_path):
+    assert train("--memory", "40MiB")[0] == 0
+    peak = max(line["peak_bytes"] for line in lines(tmp_path / "run" / "memory.jsonl"))
+    code, error = train("--memory", f"{peak - 1}B", "--overwrite")
+    assert code == 4
+    assert "over the budget" in error
+    assert "bytes alive" in (tmp_path / "run" / "budget-exceeded.txt").read_text()
+    assert train("--memory", f"{peak}B", "--overwrite")[0] == 0
+
+
+def test_nan_names_step_and_layer_and_keeps_the_last_checkpoint(train, tmp_path, tiny_model, tiny_tokenizer):
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
+    model.save_pretrained(tmp_path / "broken")
+    tiny_tokenizer.save_pretrained(tmp_path / "broken")
+    code, error = train(model=tmp_path / "broken")
+    assert code == 6
+    assert "step 1" in error
+    assert "model.layers.1.mlp.up_proj" in error
+
+
+def test_ctrl_c_saves_and_ends_with_130(model_folder, text_file, tmp_path):
+    words = ["--model.from", str(model_folder()), "--data.train", str(text_file), "--data.context", "32"]
+    words += ["--train.steps", "100000", "--save.dir", str(tmp_path / "run")]
+    process = subprocess.Popen([sys.executable, "-m", "planish", "train", *words], stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(2)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130
+    saved = (tmp_path / "run" / "latest").read_text().strip()
+    assert f"step-{lines(metrics)[-1]['step']:08d}" == saved
+    assert "--resume" in said
