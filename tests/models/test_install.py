@@ -1,0 +1,98 @@
+"""A model with a plan installed computes what transformers computes: loss, gradients, and nothing left behind."""
+
+import pytest
+import torch
+
+from planish.errors import UsageError
+from planish.methods import Blocked, Checkpoint, Packed, Plain, Plan
+from planish.models.anatomy import find
+from planish.models.head import head_loss
+from planish.models.install import install
+
+FAMILIES = ["llama", "qwen3", "qwen3-moe", "gemma2", "granite", "cohere"]
+SEQUENCE = 24
+
+
+def batch(vocab_size):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(vocab_size, (2, SEQUENCE), generator=generator)
+    target = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], dim=1)
+    target[0, 3:5] = -100
+    return ids, target
+
+
+def stock(model, ids, target):
+    """Return transformers' own loss, summed over valid tokens, and its gradients."""
+    loss = model(input_ids=ids, labels=ids, shift_labels=target, num_items_in_batch=1, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), [param.grad.clone() for param in model.parameters()]
+
+
+def ours(model, plan, ids, target):
+    model.zero_grad()
+    installed = install(model, plan)
+    anatomy = find(model)
+    bounds = {"cu_seq_lens_q": (0, SEQUENCE, 2 * SEQUENCE)} if isinstance(plan.attention, Packed) else {}
+    hidden = anatomy.backbone(input_ids=ids, use_cache=False, **bounds).last_hidden_state
+    loss = head_loss(anatomy, plan.vocab)(hidden, target)
+    loss.backward()
+    installed.undo()
+    return loss.detach(), [param.grad.clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plain_plan_is_transformers_bit_for_bit(tiny_model, family):
+    model = tiny_model(family, attn_implementation="eager").train()
+    ids, target = batch(model.config.vocab_size)
+    expected = stock(model, ids, target)
+    loss, grads = ours(model, Plan.plain(), ids, target)
+    assert torch.equal(loss, expected[0])
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected[1], strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(attention=Packed(), vocab=Plain(), boundary=Plain()),
+        Plan(attention=Plain(), vocab=Blocked(tile_bytes=2**16), boundary=Plain()),
+        Plan(attention=Plain(), vocab=Plain(), boundary=Checkpoint()),
+        Plan(vocab=Blocked(tile_bytes=2**16)),
+    ],
+)
+def test_bounded_plans_agree_with_transformers_in_float64(tiny_model, family, plan):
+    # The grouped products that transformers takes by default have no float64.
+    experts = {"experts_implementation": "batched_mm"} if family == "qwen3-moe" else {}
+    model = tiny_model(family, dtype=torch.float64, attn_implementation="eager", **experts).train()
+    ids, target = batch(model.config.vocab_size)
+    loss, grads = stock(model, ids, target)
+    got, got_grads = ours(model, plan, ids, target)
+    # Rotary tables, norms and routers are float32 in transformers whatever the model's dtype, in both runs alike.
+    assert got.item() == pytest.approx(loss.item(), rel=1e-6)
+    for a, b in zip(got_grads, grads, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6 * b.abs().max().item())
+
+
+def test_undo_puts_everything_back(tiny_model):
+    model = tiny_model().train()
+    before = model.config._attn_implementation
+    installed = install(model, Plan())
+    assert len(installed.replaced) == 2
+    assert model.is_activation_checkpointing
+    installed.undo()
+    assert model.config._attn_implementation == before
+    assert not model.is_activation_checkpointing
+
+
+def test_find_names_the_parts(tiny_model):
+    anatomy = find(tiny_model("gemma2"))
+    assert anatomy.head_name == "lm_head"
+    assert list(anatomy.layers) == ["model.layers.0", "model.layers.1"]
+    assert anatomy.softcap == 3.0
+    assert find(tiny_model("granite")).logit_scale == 0.25
+    assert find(tiny_model("cohere")).logit_scale == 0.25
+
+
+def test_a_model_without_a_head_is_refused(tiny_model):
+    with pytest.raises(UsageError, match="LlamaModel has no linear head"):
+        find(tiny_model().model)
