@@ -1,7 +1,6 @@
 import errno
 import os
 import pickle
-import re
 import resource
 import tempfile
 from pathlib import Path
@@ -42,38 +41,6 @@ def same_bits(left, right):
     return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
-def in_child(work):
-    """Run `work` in a forked process and return what it returns."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(write, pickle.dumps(work()))
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as answer:
-        data = answer.read()
-    os.waitpid(child, 0)
-    return pickle.loads(data)
-
-
-def peak_above_bytes(work, warm_up):
-    """Return by how much VmHWM rises above what is resident when `work` begins, in a process of its own."""
-
-    def measure():
-        def status(key):
-            return int(re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-
-        warm_up()  # a forked process pages in the libraries as it goes
-        Path("/proc/self/clear_refs").write_text("5")
-        before = status("VmRSS")
-        work()
-        return status("VmHWM") - before
-
-    return in_child(measure)
-
-
 @given(
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=5),
     dtypes=st.lists(st.sampled_from(DTYPES), min_size=5, max_size=5),
@@ -96,7 +63,9 @@ def test_safetensors_reads_the_same_bits(shapes, dtypes):
 )
 @settings(deadline=None, max_examples=25)
 def test_tensors_come_back_into_their_own_memory(shapes, dtypes):
-    tensors = {f"a.{i}": random_bits(shape, dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))}
+    tensors = {
+        f"a.{i}": random_bits(shape, dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))
+    }
     into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     places = {name: tensor.data_ptr() for name, tensor in into.items()}
     with tempfile.TemporaryDirectory() as folder:
@@ -175,7 +144,7 @@ def test_a_malicious_pickle_is_not_opened(tmp_path):
 MIB = 2**20
 
 
-def test_saving_and_loading_hold_one_tensor(tmp_path):
+def test_saving_and_loading_hold_one_tensor(tmp_path, peak_above_bytes):
     tensors = {f"t{i}": torch.randn(4096, 2048) for i in range(4)}  # 32 MiB each
     strided = {name: tensor.t() for name, tensor in tensors.items()}
     small = {"t": torch.randn(2)}

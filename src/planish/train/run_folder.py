@@ -13,7 +13,8 @@ from typing import Any, Self
 from planish.errors import UsageError, WorldFailed
 
 _LOCK = ".lock"
-_WRITTEN = ("plan.toml", "metrics.jsonl", "memory.jsonl", "report.html", "latest")  # `run.toml` marks a run folder
+# What a run writes beside its checkpoints and `run.toml`, which marks a run folder.
+_WRITTEN = ("plan.toml", "metrics.jsonl", "memory.jsonl", "report.html", "budget-exceeded.txt", "latest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,345 @@
+"""Checkpoints: Hugging Face folders that also hold, bit for bit, everything a run needs to go on."""
+
+import base64
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from planish.errors import CheckpointCorrupt, UsageError
+from planish.methods import Plan
+from planish.train.model_folder import config_difference, weights_of, write_model
+from planish.train.run_folder import RunFolder, disk_errors, fsync_folder, write_atomically
+from planish.train.tensor_files import describe, difference, load_tensors, save_tensors
+
+_NAME = re.compile(r"step-(\d{8,})")
+_MANIFEST = "manifest.json"
+_OWN = "weights/"  # in `state/`: weights as they lie in memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRef:
+    """A checkpoint whose files are what was written.
+
+    Attributes:
+        path: A folder that `from_pretrained` opens.
+        step: Optimizer steps done.
+        skipped: Why newer ones were passed over, one sentence each; to be shown.
+    """
+
+    path: Path
+    step: int
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What `load` read beside the tensors.
+
+    Attributes:
+        step: Optimizer steps done.
+        progress: What `save` was given, as JSON returns it (tuples become lists).
+        notes: Differences that forbid nothing but may change bits, one sentence each; to be shown.
+    """
+
+    step: int
+    progress: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def save(
+    folder: RunFolder,
+    *,
+    step: int,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    tensors: Mapping[str, Any],
+    progress: Mapping[str, Any],
+    plan: Plan,
+    keep: int,
+) -> Path:
+    """Return `checkpoints/step-…`, complete and durable; a kill at any moment leaves the one before usable.
+
+    Files are written into a hidden folder, made durable, listed with their checksums, and only then is the folder
+    given its name. The random number generators' states are written too. Weights that transformers converts on save
+    (fused experts) are written a second time as they lie in memory, so that resuming depends on no conversion.
+
+    Memory:    one tensor where it has to be copied, or the converted weights of one layer.
+    Exactness: `load` restores every bit.
+
+    Args:
+        folder: Where the run goes.
+        step: Optimizer steps done.
+        model: As it trains; its parameters may be tied.
+        tokenizer: Saved beside the model, if there is one.
+        tensors: The optimizer's tensors, in mappings nested at will under string keys.
+        progress: Schedule, data position and whatever else JSON can hold.
+        plan: The plan of the run.
+        keep: Newest checkpoints that stay; older ones go once this one is complete.
+
+    Raises:
+        WorldFailed: The disk refuses; what was begun is removed and earlier checkpoints stay.
+        ValueError: `progress` is not JSON, or `tensors` has a name twice.
+    """
+    final = folder.checkpoints / f"step-{step:08d}"
+    partial = final.with_name(f".{final.name}.partial")
+    with disk_errors(f"saving {final.name}"):
+        _recover(folder)
+        try:
+            partial.mkdir(parents=True)
+            stored = write_model(partial, model, tokenizer)
+            state = partial / "state"
+            state.mkdir()
+            save_tensors(state, _own(weights_of(model), stored) | _flatten(tensors))
+            facts = {
+                "step": step,
+                "progress": progress,
+                "weights": stored,
+                "rng": _rng_state(),
+                "versions": _versions(),
+                "plan_sha256": _digest(plan.to_toml()),
+                "tokenizer_sha256": _tokenizer_digest(tokenizer),
+            }
+            (state / "state.json").write_text(json.dumps(facts, allow_nan=False), encoding="utf-8")
+            _seal(partial, step)
+            _publish(partial, final)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        write_atomically(folder.latest, f"{final.name}\n")
+        _prune(folder, step, keep)
+    return final
+
+
+def latest(folder: RunFolder, *, checksums: bool = True) -> CheckpointRef | None:
+    """Return the newest checkpoint whose files are what was written, or None where the run has saved none.
+
+    What a killed save left behind is removed.
+
+    Args:
+        folder: The run.
+        checksums: Read every file and compare its checksum; otherwise names and sizes alone.
+
+    Raises:
+        CheckpointCorrupt: There are checkpoints, and none is intact.
+    """
+    _recover(folder)
+    found = {path.name: (step, path) for step, path in _checkpoints(folder)}
+    skipped = []
+    named = folder.latest.read_text(encoding="utf-8").strip() if folder.latest.exists() else None
+    if named is not None and named not in found:
+        skipped.append(f"checkpoint {named}, which `latest` names, is gone.")
+    for step, path in sorted(found.values(), reverse=True):
+        damage = _damage(path, checksums=checksums)
+        if damage is None:
+            return CheckpointRef(path=path, step=step, skipped=tuple(skipped))
+        skipped.append(f"checkpoint {path.name} is damaged: {damage}.")
+    if skipped:
+        raise CheckpointCorrupt(f"{' '.join(skipped)} No intact checkpoint is left in {folder.path}; start it anew.")
+    return None
+
+
+def load(
+    ref: CheckpointRef,
+    *,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    tensors: Mapping[str, Any],
+    plan: Plan,
+) -> Restored:
+    """Fill `model` and `tensors` with what was saved, restore the random number generators, return the rest.
+
+    Everything is compared before the first byte is read, and lands in the memory that is already there.
+
+    Memory:    the pages of one tensor.
+    Exactness: every bit that `save` saw.
+
+    Args:
+        ref: From `latest`.
+        model: Built as the run would; its weights are overwritten in place.
+        tokenizer: The run's.
+        tensors: The names, shapes and dtypes that were given to `save`, allocated.
+        plan: The run's; another one is allowed, and noted.
+
+    Raises:
+        UsageError: The checkpoint is of another model, tokenizer or optimizer.
+        CheckpointCorrupt: Its files cannot be read.
+    """
+    try:
+        facts = json.loads((ref.path / "state" / "state.json").read_text(encoding="utf-8"))
+        stored, weights, optimizer = facts["weights"], weights_of(model), _flatten(tensors)
+        in_state = describe(ref.path / "state")
+        saved_as = describe(ref.path)
+        saved_weights = {name: saved_as[file_name] for name, file_name in stored.items()}
+        saved_weights |= {name.removeprefix(_OWN): each for name, each in in_state.items() if name.startswith(_OWN)}
+        saved_optimizer = {name: each for name, each in in_state.items() if not name.startswith(_OWN)}
+        _require_same("model", ref, difference(weights, saved_weights) or config_difference(model, ref.path))
+        if facts["tokenizer_sha256"] != _tokenizer_digest(tokenizer):
+            _require_same("tokenizer", ref, "its vocabulary or its rules differ")
+        _require_same("optimizer", ref, difference(optimizer, saved_optimizer))
+        load_tensors(ref.path, {stored[name]: tensor for name, tensor in weights.items() if name in stored})
+        load_tensors(ref.path / "state", _own(weights, stored) | optimizer)
+    except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
+        raise CheckpointCorrupt(f"checkpoint {ref.path} cannot be read: {error}.") from error
+    _set_rng_state(facts["rng"])
+    return Restored(step=facts["step"], progress=facts["progress"], notes=tuple(_notes(facts, plan)))
+
+
+def _own(weights: Mapping[str, Tensor], stored: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the weights that transformers converts on save, under the names that `state/` has for them."""
+    return {f"{_OWN}{name}": tensor for name, tensor in weights.items() if name not in stored}
+
+
+def _require_same(what: str, ref: CheckpointRef, differing: str | None) -> None:
+    if differing is not None:
+        raise UsageError(
+            f"checkpoint {ref.path} is of another {what}: {differing}; resume with the settings that wrote it, "
+            "or start a new run folder."
+        )
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    flat: dict[str, Tensor] = {}
+    for key, value in tree.items():
+        below = _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        if twice := flat.keys() & below.keys():
+            raise ValueError(f"`tensors` has the name {min(twice)!r} twice; keys are joined by dots.")
+        flat |= below
+    return flat
+
+
+def _seal(partial: Path, step: int) -> None:
+    """Make every file durable and list it; the list comes last, so that what has one is complete."""
+    files = {}
+    for path in sorted(path for path in partial.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            checksum = hashlib.file_digest(file, "sha256").hexdigest()
+        files[str(path.relative_to(partial))] = {"bytes": path.stat().st_size, "sha256": checksum}
+    fsync_folder(partial / "state")
+    listed = {"step": step, "files": files}
+    write_atomically(partial / _MANIFEST, json.dumps(listed | {"sha256": _digest(json.dumps(listed))}, indent=1))
+
+
+def _damage(path: Path, *, checksums: bool) -> str | None:
+    """Return which file is not what was written, or None."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        listed = {"step": manifest["step"], "files": manifest["files"]}
+        if manifest["sha256"] != _digest(json.dumps(listed)):
+            return f"{_MANIFEST} was altered"
+    except (OSError, ValueError, LookupError, TypeError):
+        return f"{_MANIFEST} is missing or unreadable"
+    for name, written in manifest["files"].items():
+        try:
+            with (path / name).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != written["bytes"]:
+                    return f"{name} has {size} bytes where {written['bytes']} were written"
+                if checksums and hashlib.file_digest(file, "sha256").hexdigest() != written["sha256"]:
+                    return f"{name} was altered (its checksum differs)"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    return None
+
+
+def _publish(partial: Path, final: Path) -> None:
+    replaced = final.with_name(f".{final.name}.replaced")
+    if final.exists():  # saved before at this step, or damaged and reached again from an older one
+        final.rename(replaced)
+    partial.rename(final)
+    fsync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _prune(folder: RunFolder, step: int, keep: int) -> None:
+    """Remove all but the `keep` newest up to `step`; later ones were damaged, and the run went back behind them."""
+    found = sorted(_checkpoints(folder))
+    older = [path for at, path in found if at <= step]
+    for path in older[:-keep] + [path for at, path in found if at > step]:
+        removed = path.with_name(f".{path.name}.removed")
+        path.rename(removed)
+        shutil.rmtree(removed)
+
+
+def _recover(folder: RunFolder) -> None:
+    """Remove what a killed save or removal left; put back a checkpoint that was about to be replaced."""
+    for hidden in folder.checkpoints.glob(".step-*"):
+        final = hidden.with_name(hidden.stem.removeprefix("."))
+        if hidden.suffix == ".replaced" and not final.exists():
+            hidden.rename(final)
+        else:
+            shutil.rmtree(hidden)
+
+
+def _checkpoints(folder: RunFolder) -> Iterator[tuple[int, Path]]:
+    for path in folder.checkpoints.glob("step-*"):
+        if name := _NAME.fullmatch(path.name):
+            yield int(name.group(1)), path
+
+
+def _rng_state() -> dict[str, Any]:
+    _, keys, position, *gauss = np.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "torch": _encode(torch.get_rng_state()),
+        "cuda": [_encode(state) for state in cuda],
+        "python": random.getstate(),
+        "numpy": [keys.tolist(), position, *gauss],
+    }
+
+
+def _set_rng_state(state: Mapping[str, Any]) -> None:
+    kind, words, gauss = state["python"]
+    random.setstate((kind, tuple(words), gauss))
+    np.random.set_state(("MT19937", *state["numpy"]))
+    torch.set_rng_state(_decode(state["torch"]))
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([_decode(each) for each in state["cuda"]])
+
+
+def _encode(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("planish", "torch", "transformers")}
+
+
+def _notes(facts: Mapping[str, Any], plan: Plan) -> Iterator[str]:
+    if facts["plan_sha256"] != _digest(plan.to_toml()):
+        yield "the plan is not the one that wrote the checkpoint, so sums may be taken in another order."
+    for name, now in _versions().items():
+        if facts["versions"][name] != now:
+            yield f"{name} is {now} and was {facts['versions'][name]}, so bits may differ."
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    if tokenizer is None:
+        return None
+    if not tokenizer.is_fast:
+        return _digest(json.dumps(tokenizer.get_vocab(), sort_keys=True))
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    del rules["padding"], rules["truncation"]  # the last call's, not the tokenizer's
+    return _digest(json.dumps(rules, sort_keys=True))
