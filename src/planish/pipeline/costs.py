@@ -1,0 +1,71 @@
+"""What passes and transfers cost: seconds for the simulator, bytes for the counting of memory."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from planish.errors import UsageError
+from planish.pipeline.actions import STAGE_PASSES, Action, Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds, or any other unit of time.
+
+    Attributes:
+        passes: One number per stage for F, B, I and W; one per rank for the vocabulary passes.
+        send: A hidden state, or its gradient, from one rank to the next; it runs beside the passes.
+        collectives: Each kind, on a channel of its own beside the passes; free where missing.
+    """
+
+    passes: Mapping[Kind, Sequence[float]]
+    send: float = 0.0
+    collectives: Mapping[Kind, float] = field(default_factory=dict)
+
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        num_ranks: int,
+        num_stages: int,
+        passes: Mapping[Kind, float],
+        send: float = 0.0,
+        collectives: Mapping[Kind, float] | None = None,
+    ) -> Self:
+        """Return costs that are the same on all stages and ranks."""
+        sizes = {kind: num_stages if kind in STAGE_PASSES else num_ranks for kind in passes}
+        return cls(
+            passes={kind: (value,) * sizes[kind] for kind, value in passes.items()},
+            send=send,
+            collectives=collectives or {},
+        )
+
+    def of(self, action: Action) -> float:
+        """Return what the pass `action` takes.
+
+        Raises:
+            UsageError: Its kind or its stage has no cost.
+        """
+        try:
+            return self.passes[action.kind][action.stage]
+        except LookupError:
+            raise UsageError(f"`costs.passes` has nothing for {action}; give {action.kind} one number each.") from None
+
+    def with_waiting_senders(self, stage_ranks: Sequence[int]) -> Self:
+        """Return the costs of a runtime whose sender waits for its transfer: the pass is longer by `send`.
+
+        So does Megatron-LM's 1F1B, which does not overlap sends.
+        """
+        last = len(stage_ranks) - 1
+        goes_on = {
+            Kind.F: [stage < last and stage_ranks[stage + 1] != rank for stage, rank in enumerate(stage_ranks)],
+            Kind.B: [stage > 0 and stage_ranks[stage - 1] != rank for stage, rank in enumerate(stage_ranks)],
+        }
+        goes_on[Kind.I] = goes_on[Kind.B]
+        passes = {
+            kind: tuple(value + self.send * sends for value, sends in zip(values, goes_on[kind], strict=True))
+            if kind in goes_on
+            else values
+            for kind, values in self.passes.items()
+        }
+        return replace(self, passes=passes, send=0.0)
