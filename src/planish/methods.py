@@ -35,8 +35,17 @@ class Checkpoint:
     """Each layer keeps its input alone and runs again in backward."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batched:
+    """Experts by transformers' batched products: each routed token multiplies a copy of its expert's weights.
+
+    For small experts alone, the copies are routed tokens x expert weights; it runs in every dtype and on fake tensors.
+    """
+
+
 Attention = Plain | Packed
 Vocab = Plain | Blocked
+Dispatch = Plain | Batched
 Boundary = Plain | Checkpoint
 
 
@@ -52,12 +61,13 @@ class Plan:
 
     attention: Attention = field(default_factory=Packed)
     vocab: Vocab = field(default_factory=Blocked)
+    dispatch: Dispatch = field(default_factory=Plain)
     boundary: Boundary = field(default_factory=Checkpoint)
 
     @classmethod
     def plain(cls) -> Self:
         """Return the plan in which nothing is bounded: plain PyTorch and transformers."""
-        return cls(attention=Plain(), vocab=Plain(), boundary=Plain())
+        return cls(attention=Plain(), vocab=Plain(), dispatch=Plain(), boundary=Plain())
 
     def to_toml(self) -> str:
         """Return the plan as the `[plan.*]` tables of a run file."""

@@ -1,10 +1,12 @@
 """A model with a plan installed computes what transformers computes: loss, gradients, and nothing left behind."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from planish.errors import UsageError
-from planish.methods import Blocked, Checkpoint, Packed, Plain, Plan
+from planish.methods import Batched, Blocked, Checkpoint, Packed, Plain, Plan
 from planish.models.anatomy import find
 from planish.models.head import head_loss
 from planish.models.install import install
@@ -34,7 +36,7 @@ def ours(model, plan, ids, target):
     anatomy = find(model)
     bounds = {"cu_seq_lens_q": (0, SEQUENCE, 2 * SEQUENCE)} if isinstance(plan.attention, Packed) else {}
     hidden = anatomy.backbone(input_ids=ids, use_cache=False, **bounds).last_hidden_state
-    loss = head_loss(anatomy, plan.vocab)(hidden, target)
+    loss = head_loss(anatomy, plan.vocab)(hidden, target, int((target != -100).sum()))
     loss.backward()
     installed.undo()
     return loss.detach(), [param.grad.clone() for param in model.parameters()]
@@ -82,6 +84,23 @@ def test_undo_puts_everything_back(tiny_model):
     installed.undo()
     assert model.config._attn_implementation == before
     assert not model.is_activation_checkpointing
+
+
+def test_batched_experts_compute_what_grouped_ones_do(tiny_model):
+    model = tiny_model("qwen3-moe").train()
+    ids, target = batch(model.config.vocab_size)
+    loss, grads = stock(model, ids, target)
+    got, got_grads = ours(model, replace(Plan.plain(), dispatch=Batched()), ids, target)
+    assert got.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-4 * b.abs().max()) for a, b in zip(got_grads, grads, strict=True)
+    )
+    assert model.get_experts_implementation()[""] == "grouped_mm"
+
+
+def test_batched_experts_need_experts(tiny_model):
+    with pytest.raises(UsageError, match="needs experts, and LlamaForCausalLM has none"):
+        install(tiny_model(), replace(Plan.plain(), dispatch=Batched()))
 
 
 def test_find_names_the_parts(tiny_model):

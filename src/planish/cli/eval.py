@@ -46,15 +46,22 @@ def main(words: list[str]) -> int:
 
     from planish.data.feed import eval_batches
     from planish.memory.ledger import Ledger
-    from planish.models.load import load_tokenizer
+    from planish.models.load import load_model, load_tokenizer
     from planish.train.engine import build_engine
     from planish.train.evaluate import evaluate
+    from planish.train.facts import MeasuredFacts
 
     transformers.utils.logging.disable_progress_bar()
     section = ModelSection(from_=model_source(options.model), dtype=options.dtype)
     tokenizer = load_tokenizer(section)
     with ExitStack() as scope, Ledger(budget_bytes=budget_bytes) as ledger:
-        engine = build_engine(section, Plan(), tokenizer=tokenizer, context=context, seed=0, ledger=ledger, scope=scope)
+        engine = build_engine(
+            lambda: load_model(section, context=context, tokenizer=tokenizer, seed=0),
+            Plan(),
+            ledger=ledger,
+            facts=MeasuredFacts(),
+            scope=scope,
+        )
         batches = eval_batches(options.text, tokenizer=tokenizer, context=context, rows=1, max_tokens=max_tokens)
         report = evaluate(engine, batches)
         peak_bytes = max(ledger.peak_bytes.values())

@@ -10,24 +10,24 @@ from planish.models.anatomy import Anatomy
 from planish.peaks.vocab.losses import linear_cross_entropy
 from planish.peaks.vocab.plain import plain_cross_entropy
 
-HeadLoss = Callable[[Tensor, Tensor], Tensor]
+HeadLoss = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def head_loss(anatomy: Anatomy, method: Vocab) -> HeadLoss:
-    """Return (hidden [B, S, D], target [B, S]) -> fp32 sum of the counted tokens' negative log-likelihoods."""
+    """Return (hidden [B, S, D], target [B, S], num_valid) -> fp32 sum of the counted tokens' negative log-likelihoods."""
     head, softcap, scale = anatomy.head, anatomy.softcap, anatomy.logit_scale
 
     match method:
         case Plain():
 
-            def loss(hidden: Tensor, target: Tensor) -> Tensor:
+            def loss(hidden: Tensor, target: Tensor, _num_valid: int) -> Tensor:
                 return plain_cross_entropy(
                     hidden, head.weight, target, bias=head.bias, softcap=softcap, logit_scale=scale, reduction="sum"
                 )
 
         case Blocked(tile_bytes=tile_bytes, strategy=strategy):
 
-            def loss(hidden: Tensor, target: Tensor) -> Tensor:
+            def loss(hidden: Tensor, target: Tensor, num_valid: int) -> Tensor:
                 return linear_cross_entropy(
                     hidden,
                     head.weight,
@@ -38,6 +38,7 @@ def head_loss(anatomy: Anatomy, method: Vocab) -> HeadLoss:
                     reduction="sum",
                     tile_bytes=tile_bytes,
                     strategy=strategy,
+                    num_valid=num_valid,
                 )
 
         case _:

@@ -6,7 +6,8 @@ from typing import assert_never
 
 from transformers import AttentionInterface, PreTrainedModel
 
-from planish.methods import Attention, Boundary, Checkpoint, Packed, Plain, Plan
+from planish.errors import UsageError
+from planish.methods import Attention, Batched, Boundary, Checkpoint, Dispatch, Packed, Plain, Plan
 from planish.peaks.attention.packed import packed_attention
 
 ATTENTION_NAME = "planish"
@@ -41,6 +42,7 @@ def install(model: PreTrainedModel, plan: Plan) -> Installed:
     replaced: list[str] = []
     restore: list[Callable[[], None]] = []
     _install_attention(model, plan.attention, replaced, restore)
+    _install_dispatch(model, plan.dispatch, replaced, restore)
     _install_boundary(model, plan.boundary, replaced, restore)
     return Installed(replaced=tuple(replaced), restore=tuple(restore))
 
@@ -57,6 +59,23 @@ def _install_attention(
             model.set_attn_implementation(ATTENTION_NAME)
             replaced.append(f"attention: {before} -> {ATTENTION_NAME}")
             restore.append(lambda: model.set_attn_implementation(before))
+        case _:
+            assert_never(method)
+
+
+def _install_dispatch(
+    model: PreTrainedModel, method: Dispatch, replaced: list[str], restore: list[Callable[[], None]]
+) -> None:
+    match method:
+        case Plain():
+            return
+        case Batched():
+            if not model._can_set_experts_implementation():
+                raise UsageError(f"`plan.dispatch` = batched needs experts, and {type(model).__name__} has none.")
+            before = model.get_experts_implementation()
+            model.set_experts_implementation("batched_mm")
+            replaced.append(f"experts: {before['']} -> batched_mm")
+            restore.append(lambda: model.set_experts_implementation(before))
         case _:
             assert_never(method)
 

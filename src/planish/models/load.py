@@ -58,23 +58,29 @@ def load_config(section: ModelSection, *, context: int) -> PretrainedConfig:
 def load_model(
     section: ModelSection, *, context: int, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
-    """Return the causal LM in the run's dtype, in training mode, with the tokenizer checked against its vocabulary.
+    """Return the causal LM in the run's dtype, on the run's device, the tokenizer checked against its vocabulary.
 
     Raises:
         UsageError: As `load_config`; weights that cannot be read; a tokenizer with ids beyond the vocabulary.
     """
     config = load_config(section, context=context)
     check_vocabulary(config, tokenizer)
-    dtype = _TORCH_DTYPE[section.dtype]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if section.config is not None:
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        return draw_model(config, section).to(device)
+    dtype = _TORCH_DTYPE[section.dtype]
     folder = _weights_folder(section)
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UsageError(f"the weights in {folder} cannot be loaded: {_first_line(error)}") from error
-    return model.train()
+    return model.to(device)
+
+
+def draw_model(config: PretrainedConfig, section: ModelSection) -> PreTrainedModel:
+    """Return a model of `config` in the run's dtype with weights drawn at random."""
+    return AutoModelForCausalLM.from_config(config, dtype=_TORCH_DTYPE[section.dtype])
 
 
 def check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

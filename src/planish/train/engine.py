@@ -1,11 +1,12 @@
 """A model with the plan's methods in place, counted by the ledger: what training, evaluation and dry runs share."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from planish.data.batch import Batch
 from planish.memory.ledger import Ledger
@@ -13,9 +14,7 @@ from planish.methods import Packed, Plan
 from planish.models.anatomy import Anatomy, find
 from planish.models.head import HeadLoss, head_loss
 from planish.models.install import install
-from planish.models.load import load_model
-from planish.runfile import ModelSection
-from planish.train.facts import Facts, MeasuredFacts
+from planish.train.facts import Facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,35 +57,27 @@ class Engine:
 
 
 def build_engine(
-    section: ModelSection,
-    plan: Plan,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    context: int,
-    seed: int,
-    ledger: Ledger,
-    scope: ExitStack,
+    load: Callable[[], PreTrainedModel], plan: Plan, *, ledger: Ledger, facts: Facts, scope: ExitStack
 ) -> Engine:
-    """Return the model of `section` with the methods of `plan`, watched by `ledger` until `scope` closes.
+    """Return the model that `load` makes with the methods of `plan`, watched by `ledger` until `scope` closes.
 
     Raises:
-        UsageError: A model that cannot be loaded, or a tokenizer that does not belong to it.
+        UsageError: What `load` raises, or a model without the parts that the plan's methods replace.
         BudgetExceeded: The weights alone are above the budget.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with ledger.phase("init"):
-        model = load_model(section, context=context, tokenizer=tokenizer, seed=seed).to(device)
+        model = load().train()
         install(model, plan)
         anatomy = find(model)
         scope.enter_context(ledger.watch(model, head=anatomy.head))
         _label_boundaries(anatomy, ledger, scope)
     return Engine(
-        device=device,
+        device=model.device,
         anatomy=anatomy,
         head=head_loss(anatomy, plan.vocab),
         packed=isinstance(plan.attention, Packed),
         ledger=ledger,
-        facts=MeasuredFacts(),
+        facts=facts,
     )
 
 

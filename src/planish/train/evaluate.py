@@ -36,7 +36,7 @@ def evaluate(engine: Engine, batches: Iterable[Batch]) -> EvalReport:
             moved = engine.take(batch)
             hidden = engine.hidden(moved)
             with engine.ledger.category("head tiles"):
-                loss = engine.head(hidden, moved.target)
+                loss = engine.head(hidden, moved.target, batch.num_valid)
             total += engine.facts.number(loss)
             num_valid += batch.num_valid
             num_bytes += batch.num_bytes or 0

@@ -3,17 +3,27 @@
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from planish.data.batch import Batch
-from planish.data.feed import Feed, eval_batches, open_feed
+from planish.data.feed import eval_batches, open_feed
 from planish.memory.ledger import Ledger
-from planish.models.load import load_tokenizer
+from planish.models.load import load_model, load_tokenizer
 from planish.peaks.optim.adamw import AdamW
 from planish.runfile import RunFile, TrainSection
 from planish.train.engine import Engine, build_engine
+from planish.train.facts import MeasuredFacts
+
+
+class BatchSource(Protocol):
+    """Where batches come from: `planish.data.feed.Feed`, or a dry run's worst case."""
+
+    def next(self) -> Batch:
+        """Return the next batch."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +32,7 @@ class Job:
 
     Attributes:
         run: Every setting.
-        tokenizer: What the data is tokenised with; saved beside the weights.
+        tokenizer: What the data is tokenised with, saved beside the weights; None in a dry run.
         engine: The model with the plan's methods in place.
         optimizer: Holds its state from the start.
         feed: Endless batches.
@@ -30,10 +40,10 @@ class Job:
     """
 
     run: RunFile
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None
     engine: Engine
     optimizer: AdamW
-    feed: Feed
+    feed: BatchSource
     eval_batches: Callable[[], Iterable[Batch]]
 
 
@@ -68,24 +78,24 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack) -> Job:
             data.eval, tokenizer=tokenizer, context=data.context, rows=rows, max_tokens=data.eval_tokens
         )
 
-    engine = build_engine(
-        run.model,
-        run.plan,
-        tokenizer=tokenizer,
-        context=data.context,
-        seed=run.train.seed,
-        ledger=ledger,
-        scope=scope,
-    )
-    with ledger.phase("init"):
-        optimizer = build_optimizer(engine.anatomy.model, run.train, master=run.model.dtype != "bf16-pure")
-        state = [tensor for each in optimizer.state.values() for tensor in each.values()]
-        ledger.adopt(state, "optimizer state", owner="AdamW")
+    def load() -> PreTrainedModel:
+        return load_model(run.model, context=data.context, tokenizer=tokenizer, seed=run.train.seed)
+
+    engine = build_engine(load, run.plan, ledger=ledger, facts=MeasuredFacts(), scope=scope)
+    optimizer = build_optimizer(engine, run)
     return Job(run=run, tokenizer=tokenizer, engine=engine, optimizer=optimizer, feed=feed, eval_batches=held_out)
 
 
-def build_optimizer(model: nn.Module, train: TrainSection, *, master: bool) -> AdamW:
-    """Return AdamW over `model`, with weight decay for matrices only."""
+def build_optimizer(engine: Engine, run: RunFile) -> AdamW:
+    """Return AdamW over the engine's model with its state allocated, weight decay for matrices only."""
+    with engine.ledger.phase("init"):
+        optimizer = _adamw(engine.anatomy.model, run.train, master=run.model.dtype != "bf16-pure")
+        state = [tensor for each in optimizer.state.values() for tensor in each.values()]
+        engine.ledger.adopt(state, "optimizer state", owner="AdamW")
+    return optimizer
+
+
+def _adamw(model: nn.Module, train: TrainSection, *, master: bool) -> AdamW:
     params = [param for param in model.parameters() if param.requires_grad]
     matrices = [param for param in params if param.ndim >= 2]
     vectors = [param for param in params if param.ndim < 2]

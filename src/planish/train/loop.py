@@ -69,7 +69,7 @@ def train_step(job: Job, step: int) -> StepReport:
         with ledger.phase("forward"):
             hidden = engine.hidden(batch)
         with ledger.phase("head"):
-            loss = engine.head(hidden, batch.target)
+            loss = engine.head(hidden, batch.target, batch.num_valid)
             del hidden
         losses.append(loss.detach())
         with ledger.phase("backward"):

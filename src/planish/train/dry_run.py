@@ -1,0 +1,133 @@
+"""The step that would train, run on fake tensors: every phase's peak to the byte, without data, weights or memory."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from planish.data.batch import Batch
+from planish.memory.book import Phase
+from planish.memory.ledger import Ledger
+from planish.memory.report import PhasePeak
+from planish.models.load import draw_model, load_config
+from planish.runfile import RunFile
+from planish.train.engine import build_engine
+from planish.train.evaluate import evaluate
+from planish.train.facts import AssumedFacts
+from planish.train.job import Job, build_optimizer
+from planish.train.loop import train_step
+
+_STEPS = 2
+
+
+class WorstCase:
+    """Endless batches of the run's largest shape: full rows, one document each, every token counted."""
+
+    def __init__(self, run: RunFile, device_type: str) -> None:
+        rows, context = run.rows_per_microbatch, run.data.context
+        ids = torch.zeros((rows, context), dtype=torch.int64, device=device_type)
+        self._batch = Batch(
+            input_ids=ids,
+            target=torch.zeros_like(ids),
+            position_ids=torch.zeros_like(ids),
+            cu_seq_lens=tuple(range(0, rows * context + 1, context)),
+            num_valid=rows * context,
+        )
+
+    def next(self) -> Batch:
+        """Return a batch with tensors of its own."""
+        batch = self._batch
+        return replace(
+            batch,
+            input_ids=batch.input_ids.clone(),
+            target=batch.target.clone(),
+            position_ids=batch.position_ids.clone(),
+        )
+
+
+class Replay:
+    """Endless batches with the sizes of given ones."""
+
+    def __init__(self, batches: Sequence[Batch], mode: FakeTensorMode) -> None:
+        self._batches, self._mode = _endless(batches), mode
+
+    def next(self) -> Batch:
+        """Return the next batch, fake."""
+        batch = next(self._batches)
+        return replace(
+            batch,
+            input_ids=self._mode.from_tensor(batch.input_ids),
+            target=self._mode.from_tensor(batch.target),
+            position_ids=self._mode.from_tensor(batch.position_ids),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """What the run will hold: the worst moment of each phase over the first two steps, evaluation included."""
+
+    phases: dict[Phase, PhasePeak]
+
+    @property
+    def peak_phase(self) -> Phase:
+        """The phase of the run's peak."""
+        return max(self.phases, key=lambda phase: self.phases[phase].peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The run's peak."""
+        return self.phases[self.peak_phase].peak_bytes
+
+
+def dry_run(run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal["cpu", "cuda"] = "cpu") -> DryRun:
+    """Return the peaks of `run`, executing the very code that will train on tensors without data.
+
+    Memory:        none for tensors.
+    Exactness:     equal to the ledger of the real run on these batches, to the byte, from the first forward on;
+                   without batches, for rows that are full and counted.
+
+    Args:
+        run: Every setting.
+        batches: Sizes to assume, in order and again from the first; none: the largest that the run can meet.
+        device_type: The device whose memory is asked about; a CUDA device need not be there.
+
+    Raises:
+        UsageError: A model that cannot be built.
+    """
+    config = load_config(run.model, context=run.data.context)
+    with ExitStack() as scope:
+        mode = scope.enter_context(FakeTensorMode())
+        ledger = scope.enter_context(Ledger(device_type=device_type))
+        with torch.device(device_type):
+            engine = build_engine(
+                lambda: draw_model(config, run.model), run.plan, ledger=ledger, facts=AssumedFacts(), scope=scope
+            )
+            feed = Replay(batches, mode) if batches else WorstCase(run, device_type)
+            job = Job(
+                run=run,
+                tokenizer=None,
+                engine=engine,
+                optimizer=build_optimizer(engine, run),
+                feed=feed,
+                eval_batches=lambda: [feed.next()],
+            )
+            records = [ledger.end_step()]
+            records += [train_step(job, step).memory for step in range(1, _STEPS + 1)]
+            if run.data.eval:
+                ledger.start_step(_STEPS)
+                evaluate(engine, job.eval_batches())
+                records.append(ledger.end_step())
+    phases: dict[Phase, PhasePeak] = {}
+    for record in records:
+        for phase, peak in record.phases.items():
+            if phase not in phases or peak.peak_bytes > phases[phase].peak_bytes:
+                phases[phase] = peak
+    return DryRun(phases=phases)
+
+
+def _endless(batches: Sequence[Batch]) -> Iterator[Batch]:
+    while True:
+        yield from batches

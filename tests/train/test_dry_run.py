@@ -1,0 +1,80 @@
+"""The dry run's peaks are the real run's, to the byte, phase by phase."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from planish.memory.ledger import Ledger
+from planish.runfile import load
+from planish.train.dry_run import dry_run
+from planish.train.evaluate import evaluate
+from planish.train.job import build
+from planish.train.loop import train_step
+
+CASES = {
+    "dense fp32": ("llama", []),
+    "dense bf16": ("llama", [("model.dtype", "bf16")]),
+    "dense bf16 pure": ("qwen3", [("model.dtype", "bf16-pure")]),
+    "everything kept": ("llama", [("plan.boundary", "plain")]),
+    "plain head": ("llama", [("plan.vocab", "plain")]),
+    "recompute head": ("llama", [("plan.vocab.strategy", "recompute")]),
+    "accumulation": ("llama", [("train.grad_accum", 3)]),
+    "rows": ("qwen3", [("train.global_tokens", 128), ("train.grad_accum", 2), ("model.dtype", "bf16")]),
+    "windows and softcap": ("gemma2", []),
+    "windows and softcap bf16": ("gemma2", [("model.dtype", "bf16"), ("plan.boundary", "plain")]),
+    "experts fp32": ("qwen3-moe", [("plan.dispatch", "batched")]),
+    "experts bf16": ("qwen3-moe", [("model.dtype", "bf16"), ("plan.boundary", "plain")]),
+    "scaled logits": ("granite", [("train.clip", 0)]),
+    "one document a row": ("llama", [("data.pack", "none")]),
+}
+
+
+def measured(run):
+    """Return the real run's peaks by phase, and the batches that it took."""
+    with ExitStack() as scope:
+        ledger = scope.enter_context(Ledger())
+        job = build(run, ledger, scope)
+        start = job.feed.position
+        records = [train_step(job, step).memory for step in (1, 2)]
+        ledger.start_step(2)
+        evaluate(job.engine, [next(iter(job.eval_batches()))])
+        records.append(ledger.end_step())
+        job.feed.seek(start)
+        batches = [job.feed.next() for _ in range(2 * run.train.grad_accum)] + [next(iter(job.eval_batches()))]
+    return records, batches
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_dry_run_is_the_ledger_of_the_real_run(model_folder, text_file, case):
+    family, settings = CASES[case]
+    text = str(text_file)
+    base = [("model.from", str(model_folder(family))), ("model.dtype", "fp32")]
+    base += [("data.train", text), ("data.eval", text), ("data.context", 64)]
+    run = load(None, base + settings)
+    records, batches = measured(run)
+    dry = dry_run(run, batches=batches)
+    for record in records:
+        for phase, peak in record.phases.items():
+            if phase != "init":
+                expected = max(each.phases[phase].peak_bytes for each in records if phase in each.phases)
+                assert dry.phases[phase].peak_bytes == expected, phase
+                if peak.peak_bytes == expected:
+                    assert sum(dry.phases[phase].categories.values()) == expected
+
+
+def test_the_worst_case_is_no_less_than_a_real_batch(model_folder, text_file):
+    settings = [("model.from", str(model_folder())), ("data.train", str(text_file)), ("data.context", 64)]
+    run = load(None, settings)
+    worst, real = (
+        dry_run(run),
+        dry_run(run, batches=measured(load(None, [*settings, ("data.eval", str(text_file))]))[1]),
+    )
+    assert worst.peak_bytes >= real.peak_bytes
+
+
+def test_a_dry_run_holds_no_tensor(model_folder, text_file):
+    """A context that no real run could hold costs the dry run nothing."""
+    folder = model_folder(max_position_embeddings=2**20)
+    run = load(None, [("model.from", str(folder)), ("data.train", str(text_file)), ("data.context", "1M")])
+    dry = dry_run(run)
+    assert dry.phases["forward"].peak_bytes > 2**20 * 32 * 2 * 2
