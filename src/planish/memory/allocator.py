@@ -32,19 +32,19 @@ class MallocSetting:
 
 
 class _MallInfo(ctypes.Structure):
-    """glibc's `struct mallinfo`; `hblks` counts the blocks that have pages of their own."""
+    """glibc's `struct mallinfo`: `uordblks` bytes in use in the heap, `hblkhd` in blocks with pages of their own."""
 
     _fields_ = [
-        (name, ctypes.c_int)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usm", "fsm", "uord", "ford", "keep")
+        (name, ctypes.c_uint)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usm", "fsm", "uordblks", "fordblks", "keepcost")
     ]
 
 
 def fix_malloc_thresholds(threshold_bytes: int = _DEFAULT_BYTES) -> MallocSetting:
     """Make malloc give blocks of `threshold_bytes` and more back to the system as soon as they are freed.
 
-    For the whole process and for good; call it before the first tensor. The result is checked by a block of that
-    size, since another malloc may have been loaded in front of glibc's.
+    For the whole process and for good; call it before the first tensor, since what is free in the heap by then still
+    serves large blocks. Another malloc may have been loaded in front of glibc's: that is found out by a trial block.
 
     Args:
         threshold_bytes: Smallest block with pages of its own.
@@ -54,7 +54,7 @@ def fix_malloc_thresholds(threshold_bytes: int = _DEFAULT_BYTES) -> MallocSettin
         accepted = [libc.mallopt(name, threshold_bytes) for name in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)]
         if accepted != [1, 1]:
             reason = f"glibc refused a threshold of {format_bytes(threshold_bytes)}"
-        elif not _has_own_pages(libc, threshold_bytes):
+        elif not _serves(libc, threshold_bytes):
             reason = "another malloc serves this process"
         else:
             return MallocSetting(applied=True, threshold_bytes=threshold_bytes, reason=reason)
@@ -86,9 +86,11 @@ def _glibc() -> tuple[ctypes.CDLL | None, str]:
     return libc, f"glibc {version().decode()}"
 
 
-def _has_own_pages(libc: ctypes.CDLL, nbytes: int) -> bool:
-    before = libc.mallinfo().hblks
+def _serves(libc: ctypes.CDLL, nbytes: int) -> bool:
+    """Return whether it is glibc that answers `malloc`: whether its own books grow by a block."""
+    before = libc.mallinfo()
     block = libc.malloc(nbytes)
-    after = libc.mallinfo().hblks
+    after = libc.mallinfo()
     libc.free(block)
-    return after == before + 1
+    grown_bytes = after.uordblks + after.hblkhd - before.uordblks - before.hblkhd
+    return grown_bytes % 2**32 >= nbytes

@@ -86,7 +86,7 @@ class Book:
         self._clock = 0
         self._last_peak = -1
         self._dead: list[Record] = []
-        self._prune_at = _PRUNE_AT
+        self._kept = 0
         self._opened_s = time.perf_counter()
 
     def add(self, storage: torch.UntypedStorage, tensor: torch.Tensor, category: Category, owner: str) -> Record:
@@ -139,6 +139,7 @@ class Book:
         """Start afresh: no peaks, no dead; what is alive stays."""
         self.peaks.clear()
         self._dead.clear()
+        self._kept = 0
         self._last_peak = -1
         self._opened_s = time.perf_counter()
 
@@ -159,10 +160,10 @@ class Book:
         self.by_category[record.category] -= record.nbytes
         if record.born <= self._last_peak and record.nbytes:
             self._dead.append(record)
-            if len(self._dead) > self._prune_at:
+            if len(self._dead) > _PRUNE_AT + 2 * self._kept:
                 self._prune()
 
     def _prune(self) -> None:
         clocks = [peak.clock for peak in self.peaks.values()]
         self._dead = [each for each in self._dead if any(each.born <= clock < each.died for clock in clocks)]
-        self._prune_at = max(_PRUNE_AT, 2 * len(self._dead))
+        self._kept = len(self._dead)

@@ -42,7 +42,7 @@ _DEFAULT_CATEGORY: dict[Phase, Category] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excess:
-    """The first time that the bytes alive went over the budget.
+    """A moment at which the bytes alive went over the budget.
 
     Attributes:
         sentence: Phase, tensor, bytes alive and budget, in one sentence.
@@ -249,24 +249,24 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # it comes back as operations on what is wrapped
         result = func(*args, **(kwargs or {}))
         entries = self._book.entries
-        grown: Record | None = None
+        grown: list[Record] = []
         given: set[int] | None = None
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             entry = entries.get(storage._cdata)
             if entry is not None:
                 if storage.nbytes() != entry.record.nbytes:
-                    grown = self._book.resize(entry, storage.nbytes())
+                    grown.append(self._book.resize(entry, storage.nbytes()))
             elif self._counts(tensor):
                 if given is None:
                     given = storages_given(func, args, kwargs)
                 if storage._cdata not in given:
-                    grown = self._born(storage, tensor)
-        if grown is not None:
+                    grown.append(self._born(storage, tensor))
+        if grown:
             excess = self._note(grown)
             if excess is not None:
                 del result, tensor, storage  # the traceback keeps this frame, which must not keep the tensor
-                raise excess
+                raise BudgetExceeded(excess.sentence, table=excess.table)
         return result
 
     def _counts(self, tensor: Tensor) -> bool:
@@ -304,23 +304,24 @@ class Ledger(TorchDispatchMode):
         seconds = self._book.mark(self._phase)
         self._timeline.add(seconds, self._book.live_bytes, self._phase)
 
-    def _note(self, record: Record) -> BudgetExceeded | None:
-        """Take note that `record` was born or resized; return what to raise if that broke the budget."""
+    def _note(self, grown: list[Record]) -> Excess | None:
+        """Take note of what was born or resized; return what to raise if that broke the budget."""
         self._mark()
         budget_bytes = self.budget_bytes
-        if budget_bytes is None or self._book.live_bytes <= budget_bytes or not record.nbytes:
+        if budget_bytes is None or self._book.live_bytes <= budget_bytes:
             return None
-        if self._on_exceed == "warn" and self.first_excess is not None:
+        largest = max(grown, key=lambda record: record.nbytes)
+        if not largest.nbytes or (self._on_exceed == "warn" and self.first_excess is not None):
             return None
-        error = BudgetExceeded(self._sentence(record, budget_bytes), table=self.table())
+        excess = Excess(sentence=self._sentence(largest, budget_bytes), table=self.table())
         if self.first_excess is None:
-            self.first_excess = Excess(sentence=str(error), table=error.table)
-        return error if self._on_exceed == "strict" else None
+            self.first_excess = excess
+        return excess if self._on_exceed == "strict" else None
 
     def _check(self, record: Record) -> None:
-        excess = self._note(record)
+        excess = self._note([record])
         if excess is not None:
-            raise excess
+            raise BudgetExceeded(excess.sentence, table=excess.table)
 
     def _sentence(self, record: Record, budget_bytes: int) -> str:
         dtype = str(record.dtype).removeprefix("torch.")
