@@ -12,6 +12,7 @@ VERBS = {
     "train": "train a model inside a memory budget",
     "generate": "continue a prompt with a model",
     "eval": "loss and bits per byte of a model on held-out text",
+    "report": "a run folder as one page of figures",
     "data": "what a corpus holds: `planish data stats`",
     "demo": "a real model on real text inside a budget, in minutes",
     "doctor": "what this machine has and what planish will use of it",

@@ -1,0 +1,1 @@
+"""Show: a run folder in, one page of figures out; no torch."""
