@@ -148,7 +148,9 @@ def test_extended_positions_train(train):
 
 def test_a_run_file_and_flags_are_one_tree(train, tmp_path, model_folder, text_file):
     path = tmp_path / "run.toml"
-    path.write_text(f'[model]\nfrom = "{model_folder()}"\n[data]\ntrain = "{text_file}"\ncontext = 32\n[train]\nstep = 2\n')
+    path.write_text(
+        f'[model]\nfrom = "{model_folder()}"\n[data]\ntrain = "{text_file}"\ncontext = 32\n[train]\nstep = 2\n'
+    )
     assert main(["train", str(path)]) == 2
     path.write_text(path.read_text().replace("step = 2", "steps = 2"))
     assert main(["train", str(path), "--save.dir", str(tmp_path / "out"), "--train.lr", "1e-5"]) == 0

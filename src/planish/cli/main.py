@@ -10,6 +10,7 @@ from planish.errors import PlanishError, UsageError
 
 VERBS = {
     "train": "train a model inside a memory budget",
+    "verify": "check that a plan computes what plain PyTorch computes",
     "generate": "continue a prompt with a model",
     "eval": "loss and bits per byte of a model on held-out text",
     "report": "a run folder as one page of figures",

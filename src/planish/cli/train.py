@@ -32,18 +32,18 @@ def main(words: list[str]) -> int:
         if any(word in ("-h", "--help") for word in words):
             show_settings()
         raise
-    train(read_run(options, settings), resume=options.resume, overwrite=options.overwrite)
+    train(read_run(options.run, settings), resume=options.resume, overwrite=options.overwrite)
     return 0
 
 
-def read_run(options: Options, settings: list[tuple[str, Any]]) -> RunFile:
+def read_run(path: Path | None, settings: list[tuple[str, Any]]) -> RunFile:
     """Return the run file; a run folder stands for its own run file, in place."""
-    if options.run is None or not options.run.is_dir():
-        return load(options.run, settings)
-    if not (options.run / "run.toml").is_file():
-        raise UsageError(f"folder {options.run} holds no run.toml; name a run file or a run folder.")
-    run = load(options.run / "run.toml", settings)
-    return dataclasses.replace(run, save=dataclasses.replace(run.save, dir=options.run))
+    if path is None or not path.is_dir():
+        return load(path, settings)
+    if not (path / "run.toml").is_file():
+        raise UsageError(f"folder {path} holds no run.toml; name a run file or a run folder.")
+    run = load(path / "run.toml", settings)
+    return dataclasses.replace(run, save=dataclasses.replace(run.save, dir=path))
 
 
 def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:

@@ -14,7 +14,7 @@ HeadLoss = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def head_loss(anatomy: Anatomy, method: Vocab) -> HeadLoss:
-    """Return (hidden [B, S, D], target [B, S], num_valid) -> fp32 sum of the counted tokens' negative log-likelihoods."""
+    """Return (hidden [B, S, D], target [B, S], num_valid) -> fp32 sum of the counted tokens' losses."""
     head, softcap, scale = anatomy.head, anatomy.softcap, anatomy.logit_scale
 
     match method:

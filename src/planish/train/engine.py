@@ -59,7 +59,7 @@ class Engine:
 def build_engine(
     load: Callable[[], PreTrainedModel], plan: Plan, *, ledger: Ledger, facts: Facts, scope: ExitStack
 ) -> Engine:
-    """Return the model that `load` makes with the methods of `plan`, watched by `ledger` until `scope` closes.
+    """Return the model that `load` makes, until `scope` closes with the methods of `plan` and watched by `ledger`.
 
     Raises:
         UsageError: What `load` raises, or a model without the parts that the plan's methods replace.
@@ -67,7 +67,7 @@ def build_engine(
     """
     with ledger.phase("init"):
         model = load().train()
-        install(model, plan)
+        scope.callback(install(model, plan).undo)
         anatomy = find(model)
         scope.enter_context(ledger.watch(model, head=anatomy.head))
         _label_boundaries(anatomy, ledger, scope)

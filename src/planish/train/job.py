@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from planish.data.batch import Batch
-from planish.data.feed import eval_batches, open_feed
+from planish.data.feed import Feed, eval_batches, open_feed
 from planish.memory.ledger import Ledger
 from planish.models.load import load_model, load_tokenizer
 from planish.peaks.optim.adamw import AdamW
@@ -60,18 +60,8 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack) -> Job:
         BudgetExceeded: Weights and optimizer state alone are above the budget.
     """
     tokenizer = load_tokenizer(run.model)
+    feed = open_run_feed(run, tokenizer)
     data, rows = run.data, run.rows_per_microbatch
-    feed = open_feed(
-        data.train,
-        tokenizer=tokenizer,
-        context=data.context,
-        rows=rows,
-        seed=data.seed,
-        pack=data.pack,
-        loss_on=data.loss_on,
-        long_documents=data.long_documents,
-        weights=data.weights,
-    )
 
     def held_out() -> Iterable[Batch]:
         return eval_batches(
@@ -84,6 +74,22 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack) -> Job:
     engine = build_engine(load, run.plan, ledger=ledger, facts=MeasuredFacts(), scope=scope)
     optimizer = build_optimizer(engine, run)
     return Job(run=run, tokenizer=tokenizer, engine=engine, optimizer=optimizer, feed=feed, eval_batches=held_out)
+
+
+def open_run_feed(run: RunFile, tokenizer: PreTrainedTokenizerBase) -> Feed:
+    """Return the run's training data, standing before its first document."""
+    data = run.data
+    return open_feed(
+        data.train,
+        tokenizer=tokenizer,
+        context=data.context,
+        rows=run.rows_per_microbatch,
+        seed=data.seed,
+        pack=data.pack,
+        loss_on=data.loss_on,
+        long_documents=data.long_documents,
+        weights=data.weights,
+    )
 
 
 def build_optimizer(engine: Engine, run: RunFile) -> AdamW:
