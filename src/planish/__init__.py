@@ -8,10 +8,11 @@ __version__ = "0.1.0"
 _HOMES = {
     "BudgetExceeded": "planish.errors",
     "Plan": "planish.methods",
+    "install": "planish.models.install",
     "linear_cross_entropy": "planish.peaks.vocab.losses",
 }
 
-__all__ = ["BudgetExceeded", "Plan", "linear_cross_entropy"]
+__all__ = ["BudgetExceeded", "Plan", "install", "linear_cross_entropy"]
 
 
 def __getattr__(name: str) -> Any:

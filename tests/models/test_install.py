@@ -4,6 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import Trainer, TrainingArguments
+
+import planish
 
 from planish.errors import UsageError
 from planish.methods import Batched, Blocked, Checkpoint, Packed, Plain, Plan
@@ -79,11 +82,56 @@ def test_undo_puts_everything_back(tiny_model):
     model = tiny_model().train()
     before = model.config._attn_implementation
     installed = install(model, Plan())
-    assert len(installed.replaced) == 2
+    assert len(installed.replaced) == 3
     assert model.is_activation_checkpointing
     installed.undo()
     assert model.config._attn_implementation == before
     assert not model.is_activation_checkpointing
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_loop_gets_the_same_loss_and_no_logits(tiny_model, family):
+    model = tiny_model(family, attn_implementation="eager").train()
+    ids, target = batch(model.config.vocab_size)
+    expected = model(input_ids=ids, labels=ids, use_cache=False)
+    shifted = model(input_ids=ids, labels=ids, shift_labels=target, num_items_in_batch=40, use_cache=False).loss
+    installed = planish.install(model, Plan(vocab=Blocked(tile_bytes=2**16)))
+    got = model(input_ids=ids, labels=ids, use_cache=False)
+    assert got.logits is None
+    assert got.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    again = model(input_ids=ids, labels=ids, shift_labels=target, num_items_in_batch=40, use_cache=False).loss
+    assert again.item() == pytest.approx(shifted.item(), rel=1e-5)
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+        tokens = model.generate(ids[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    installed.undo()
+    with torch.no_grad():
+        assert torch.allclose(model(input_ids=ids).logits, logits, atol=1e-4)
+        assert torch.equal(model.generate(ids[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0), tokens)
+
+
+def test_hugging_face_trainer_trains_with_a_plan_installed(tiny_model, tiny_tokenizer, tmp_path):
+    ids, _ = batch(len(tiny_tokenizer))
+    losses = []
+    for plan in (Plan.plain(), Plan(vocab=Blocked(tile_bytes=2**16))):
+        model = tiny_model()
+        planish.install(model, plan)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, report_to=[], logging_steps=1,
+            use_cpu=True, disable_tqdm=True, save_strategy="no", seed=0,
+        )  # fmt: skip
+        rows = [{"input_ids": row, "labels": row} for row in ids]
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.train()
+        losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)  # the log rounds to four digits
+
+
+def test_a_router_loss_is_not_dropped_in_silence(tiny_model):
+    with pytest.raises(UsageError, match="router loss of its own"):
+        find(tiny_model("qwen3-moe", output_router_logits=True))
 
 
 def test_batched_experts_compute_what_grouped_ones_do(tiny_model):

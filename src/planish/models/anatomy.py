@@ -47,7 +47,8 @@ def find(model: PreTrainedModel) -> Anatomy:
     """Return the parts of `model`.
 
     Raises:
-        UsageError: A model without a linear head over its decoder, or without checkpointable layers.
+        UsageError: A model without a linear head over its decoder or without checkpointable layers, or with a loss
+            beyond cross-entropy.
     """
     head, backbone = model.get_output_embeddings(), model.get_decoder()
     if not isinstance(head, nn.Linear) or backbone is model:
@@ -56,6 +57,11 @@ def find(model: PreTrainedModel) -> Anatomy:
     if not layers:
         raise UsageError(f"{type(model).__name__} has no decoder layers that transformers can checkpoint.")
     config = text_config(model.config).to_dict()
+    if config.get("output_router_logits"):
+        raise UsageError(
+            f"{type(model).__name__} adds a router loss of its own (`output_router_logits` in its config), which "
+            "planish does not compute; set it to false."
+        )
     scale = config.get("logit_scale") or 1.0
     return Anatomy(
         model=model,

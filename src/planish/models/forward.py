@@ -1,0 +1,59 @@
+"""The causal LM's forward with labels, by a head that forms no logits; without labels it is transformers' own."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from planish.models.anatomy import Anatomy
+from planish.models.head import HeadLoss
+
+IGNORED = -100
+
+
+def loss_forward(anatomy: Anatomy, head: HeadLoss) -> Callable[..., Any]:
+    """Return what takes the place of the model's `forward`.
+
+    With `labels` (or `shift_labels`) the result has a loss and no logits: the mean over the counted tokens, or their
+    sum over `num_items_in_batch` where a trainer gives that. In evaluation HF Trainer then needs
+    `prediction_loss_only=True`.
+
+    Args:
+        anatomy: The model's parts.
+        head: Hidden states and targets in, summed loss out.
+    """
+    original = anatomy.model.forward
+
+    def forward(
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+            **kwargs,
+        }
+        if labels is None and shift_labels is None:
+            return original(**inputs)
+        outputs = anatomy.backbone(**{name: value for name, value in inputs.items() if name != "logits_to_keep"})
+        target = shift_labels if shift_labels is not None else pad(labels[..., 1:], (0, 1), value=IGNORED)
+        num_valid = int((target != IGNORED).sum())
+        total = head(outputs.last_hidden_state, target, num_valid)
+        divisor = max(1, num_valid) if num_items_in_batch is None else num_items_in_batch
+        if isinstance(divisor, Tensor):
+            divisor = divisor.to(total.device)
+        return CausalLMOutputWithPast(
+            loss=total / divisor, logits=None, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+    return forward
