@@ -5,11 +5,12 @@
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt, prod
 from typing import Literal
 
 Strategy = Literal["gradients-in-forward", "recompute"]
+Pass = Literal["statistics", "gradients", "both"]
 
 BLOCK = 1024
 """Columns of one canonical block: sums over the vocabulary are formed per block and combined in vocabulary order,
@@ -39,6 +40,13 @@ def total_bytes(buffers: Buffers) -> int:
     return sum(prod(shape) * ITEMSIZE[dtype] for shape, dtype in buffers.values())
 
 
+def block_ranges(columns: int, step: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (first block, first column, last column + 1) of every `step` canonical blocks of `columns` columns."""
+    blocks = max(1, columns // BLOCK)
+    for block in range(0, blocks, step):
+        yield block, block * BLOCK, columns if block + step >= blocks else (block + step) * BLOCK
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
     """The head of one call: hidden [tokens, hidden_size], weight [vocab_size, hidden_size]; dtypes by torch's names.
@@ -50,9 +58,8 @@ class Head:
         hidden_dtype: Of the hidden states and their gradient.
         weight_dtype: Of the weight and its gradient.
         compute_dtype: Of the matrix products and the tile.
-        bias_dtype: Of the bias; None is no bias.
         capped: Whether logits are soft-capped.
-        wanted: Statistics besides nll and lse: any of "entropy", "argmax", "mean".
+        wanted: Statistics of each token besides nll: any of "lse", "entropy", "argmax", "mean".
         grads: Which of "hidden", "weight" and "bias" need a gradient.
     """
 
@@ -62,7 +69,6 @@ class Head:
     hidden_dtype: str = "float32"
     weight_dtype: str = "float32"
     compute_dtype: str = "float32"
-    bias_dtype: str | None = None
     capped: bool = False
     wanted: frozenset[str] = frozenset()
     grads: frozenset[str] = frozenset({"hidden", "weight"})
@@ -71,6 +77,11 @@ class Head:
     def wide_dtype(self) -> str:
         """Return the dtype in which sums over tokens and over the vocabulary are kept."""
         return "float64" if self.compute_dtype == "float64" else "float32"
+
+    @property
+    def wide_bytes(self) -> int:
+        """Return the bytes of one number of the wide dtype."""
+        return ITEMSIZE[self.wide_dtype]
 
     @property
     def blocks(self) -> int:
@@ -82,97 +93,118 @@ class Head:
         return min(self.vocab_size, blocks * BLOCK + self.vocab_size % BLOCK)
 
 
-def block_ranges(columns: int, step: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first block, first column, last column) of every `step` canonical blocks of `columns` columns."""
-    blocks = max(1, columns // BLOCK)
-    for block in range(0, blocks, step):
-        yield block, block * BLOCK, columns if block + step >= blocks else (block + step) * BLOCK
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """A strategy and the tile it works in: `rows` tokens by `blocks` canonical blocks of the vocabulary."""
+    """A strategy and the tile it works in: `rows` tokens by `blocks` canonical blocks of the vocabulary.
+
+    Attributes:
+        strategy: Where the gradients are made.
+        rows: Tokens of a tile, a multiple of ROW_STEP.
+        blocks: Canonical blocks of a tile.
+        sweeps: Of "recompute": 1 makes both gradients at once, that of hidden in a wide buffer of tokens x width if
+            hidden is narrower; 2 makes each by itself, without that buffer, at one more product.
+    """
 
     strategy: Strategy
     rows: int
     blocks: int
+    sweeps: int = 1
 
-    def buffers(self, head: Head) -> Buffers:
-        """Return shape and dtype of every working buffer, by name."""
+    @property
+    def products(self) -> int:
+        """Return how often tokens x vocabulary x width is multiplied when both gradients are wanted."""
+        return 3 if self.strategy == "gradients-in-forward" else 3 + self.sweeps
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """Return the passes over the tiles."""
+        return ("both",) if self.strategy == "gradients-in-forward" else ("statistics", "gradients")
+
+    def buffers(self, head: Head, which: Pass) -> Buffers:
+        """Return shape and dtype of every working buffer of one pass."""
         rows, columns, width = self.rows, head.widest(self.blocks), head.hidden_size
         compute, wide = head.compute_dtype, head.wide_dtype
         strip = max(columns, width, min(STRIP, rows * columns))
-        one_product = self.strategy == "gradients-in-forward" and head.weight_dtype == compute
         buffers: Buffers = {
             "tile": ((rows, columns), compute),
             "strip": ((strip,), wide),
             "rows": ((rows, width), compute),
-            "block_max": ((rows, head.blocks), wide),
-            "block_sum": ((rows, head.blocks), wide),
         }
-        if "hidden" in head.grads:
-            buffers["row_grads"] = ((rows, width), compute if one_product else wide)
         if head.hidden_dtype != compute:
             buffers["gather"] = ((rows, width), head.hidden_dtype)
         if head.weight_dtype != compute:
-            buffers["cast"] = ((head.widest(self.cast_blocks(head)), width), compute)
-        if compute != wide and head.grads:
-            buffers["part"] = ((strip // width, width), compute)
-        if "bias" in head.grads:
-            buffers["ones"] = ((rows,), wide)
-        if "entropy" in head.wanted or (head.capped and head.grads):
+            cast_blocks = min(self.blocks, max(1, STRIP // (BLOCK * width)))
+            buffers["cast"] = ((head.widest(cast_blocks), width), compute)
+        if "entropy" in head.wanted or (head.capped and which != "statistics"):
             buffers["spare"] = ((strip,), wide)
-        kept = {"mean": ("block_logits", wide), "entropy": ("block_energy", wide), "argmax": ("block_argmax", "int64")}
-        for statistic in sorted(head.wanted):
-            name, dtype = kept[statistic]
-            buffers[name] = ((rows, head.blocks), dtype)
+        if which != "gradients":
+            buffers |= {f"block_{name}": ((rows, head.blocks), wide) for name in ("max", "sum", *head.wanted - {"lse"})}
+            if "argmax" in head.wanted:
+                buffers["block_argmax"] = ((rows, head.blocks), "int64")
+        if which != "statistics":
+            buffers |= self._gradient_buffers(head, columns, strip // width)
         return buffers
 
-    def cast_blocks(self, head: Head) -> int:
-        """Return how many canonical blocks of the weight are cast to the compute dtype at a time."""
-        return min(self.blocks, max(1, STRIP // (BLOCK * head.hidden_size)))
+    def _gradient_buffers(self, head: Head, columns: int, part_rows: int) -> Buffers:
+        width, compute, wide = head.hidden_size, head.compute_dtype, head.wide_dtype
+        in_forward = self.strategy == "gradients-in-forward"
+        buffers: Buffers = {}
+        if compute != wide:
+            buffers["part"] = ((part_rows, width), compute)
+        if "bias" in head.grads:
+            buffers["ones"] = ((self.rows,), wide)
+        if "hidden" in head.grads and not self.sums_hidden(head):
+            one_product = in_forward and head.weight_dtype == compute
+            buffers["row_grads"] = ((self.rows, width), compute if one_product else wide)
+        if "weight" in head.grads and not in_forward and head.weight_dtype != wide:
+            buffers["column_grads"] = ((columns, width), wide)
+        return buffers
+
+    def sums_hidden(self, head: Head) -> bool:
+        """Return whether the gradient of hidden grows in a wide buffer of valid tokens x width."""
+        joint = self.strategy == "recompute" and self.sweeps == 1 and {"hidden", "weight"} <= head.grads
+        return joint and head.hidden_dtype != head.wide_dtype
 
     def workspace_bytes(self, head: Head) -> int:
-        """Return the bytes of all working buffers together."""
-        return total_bytes(self.buffers(head))
+        """Return the bytes of the working buffers in the pass that has most."""
+        passes = self.passes if head.grads else ("statistics",)
+        return max(total_bytes(self.buffers(head, each)) for each in passes)
 
 
 def choose_tiling(head: Head, *, tile_bytes: int, strategy: Literal["auto"] | Strategy = "auto") -> Tiling:
-    """Return the strategy and the largest tile whose working buffers stay within `tile_bytes`.
+    """Return a strategy and the largest tile whose working buffers stay within `tile_bytes`.
 
-    "auto" makes the gradients in forward while MIN_ROWS rows of logits fit, and the float32 buffer that a narrower
-    weight needs is itself within `tile_bytes`; float16 recomputes, since a gradient that is scaled only afterwards
-    would be lost in it. A budget below the smallest tile gets the smallest tile: see `Tiling.workspace_bytes`.
+    "auto" makes the gradients in forward while MIN_ROWS rows of logits fit and the wide buffer that a narrower
+    weight needs is itself within `tile_bytes`, and recomputes otherwise; so it does for float16, in which a gradient
+    that is scaled only afterwards would be lost, and where no gradient is wanted. Recomputing makes both gradients in
+    one sweep while the wide buffer for a narrower hidden is within `tile_bytes`, and in two otherwise.
+    A budget below the smallest tile gets the smallest tile; `Tiling.workspace_bytes` tells.
     """
-    if strategy != "recompute":
-        tiling = _fit_rows(head, "gradients-in-forward", head.blocks, tile_bytes)
-        if strategy == "gradients-in-forward" or _suits(tiling, head, tile_bytes):
+    if head.grads and (strategy == "gradients-in-forward" or (strategy == "auto" and head.compute_dtype != "float16")):
+        tiling = _fit_rows(head, Tiling(strategy="gradients-in-forward", rows=ROW_STEP, blocks=head.blocks), tile_bytes)
+        narrow = "weight" in head.grads and head.weight_dtype != head.wide_dtype
+        sum_bytes = head.vocab_size * head.hidden_size * head.wide_bytes if narrow else 0
+        enough_rows = tiling.rows >= min(MIN_ROWS, head.tokens)
+        fits = enough_rows and max(sum_bytes, tiling.workspace_bytes(head)) <= tile_bytes
+        if fits or strategy == "gradients-in-forward":
             return tiling
+    one_sweep = Tiling(strategy="recompute", rows=ROW_STEP, blocks=1)
+    sum_bytes = head.tokens * head.hidden_size * head.wide_bytes if one_sweep.sums_hidden(head) else 0
     side = isqrt(tile_bytes // (2 * ITEMSIZE[head.compute_dtype]))
-    tiling = _fit_rows(head, "recompute", min(head.blocks, max(1, side // BLOCK)), tile_bytes)
-    if tiling.rows < head.tokens:
-        return tiling
-    wider = (Tiling(strategy="recompute", rows=tiling.rows, blocks=blocks) for blocks in range(head.blocks, 0, -1))
-    return next((each for each in wider if each.workspace_bytes(head) <= tile_bytes), tiling)
+    square = replace(one_sweep, blocks=min(head.blocks, max(1, side // BLOCK)), sweeps=1 + (sum_bytes > tile_bytes))
+    tiling = _fit_rows(head, square, tile_bytes)
+    return tiling if tiling.rows < head.tokens else _fit_blocks(head, tiling, tile_bytes)
 
 
-def _suits(tiling: Tiling, head: Head, tile_bytes: int) -> bool:
-    """Return whether gradients in forward are worth their bytes."""
-    narrow = "weight" in head.grads and head.weight_dtype != head.wide_dtype
-    buffer_bytes = head.vocab_size * head.hidden_size * ITEMSIZE[head.wide_dtype] if narrow else 0
-    return (
-        head.compute_dtype != "float16"
-        and tiling.rows >= min(MIN_ROWS, head.tokens)
-        and max(buffer_bytes, tiling.workspace_bytes(head)) <= tile_bytes
-    )
-
-
-def _fit_rows(head: Head, strategy: Strategy, blocks: int, tile_bytes: int) -> Tiling:
-    """Return the tiling with the most rows, no more than there are tokens, whose buffers stay within `tile_bytes`."""
+def _fit_rows(head: Head, tiling: Tiling, tile_bytes: int) -> Tiling:
+    """Return `tiling` with the most rows, no more than there are tokens, that keep it within `tile_bytes`."""
     sizes = range(ROW_STEP, round_up(head.tokens, ROW_STEP) + 1, ROW_STEP)
+    fitting = bisect_right(sizes, tile_bytes, key=lambda rows: replace(tiling, rows=rows).workspace_bytes(head))
+    return replace(tiling, rows=ROW_STEP * max(1, fitting))
 
-    def workspace(rows: int) -> int:
-        return Tiling(strategy=strategy, rows=rows, blocks=blocks).workspace_bytes(head)
 
-    fitting = bisect_right(sizes, tile_bytes, key=workspace)
-    return Tiling(strategy=strategy, rows=ROW_STEP * max(1, fitting), blocks=blocks)
+def _fit_blocks(head: Head, tiling: Tiling, tile_bytes: int) -> Tiling:
+    """Return `tiling` with the most blocks, at least its own, that keep it within `tile_bytes`."""
+    sizes = range(tiling.blocks, head.blocks + 1)
+    fitting = bisect_right(sizes, tile_bytes, key=lambda blocks: replace(tiling, blocks=blocks).workspace_bytes(head))
+    return replace(tiling, blocks=sizes[max(0, fitting - 1)])

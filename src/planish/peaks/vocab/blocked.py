@@ -1,174 +1,116 @@
-"""The head in tiles: loss and gradients of a linear classifier without its logits, by two exact strategies."""
+"""The head in tiles: loss and gradients of a linear classifier without its logits, by two exact strategies.
 
-from collections.abc import Iterator
+[Note: four products or five] Recomputing multiplies for each tile of logits twice: for the statistics and for the
+gradients. One sweep with the vocabulary outermost makes both gradients: that of a block of the weight is complete, and
+rounded once, before the next begins, while that of hidden grows in float32 over the whole sweep. Where this buffer is
+too large, the gradient of hidden gets a sweep of its own with the tokens outermost, at a fifth product.
+"""
+
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from planish.peaks.vocab.tile import (
-    Slopes,
-    Statistics,
-    Workspace,
-    accumulate,
-    combine,
-    differentiate,
-    fill,
-    fold,
-    pick,
-    weight_chunks,
-)
-from planish.price.vocab import ROW_STEP, Head, Tiling, round_up
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """One call, checked: which tokens count, how logits are made, and the tile to make them in.
-
-    Attributes:
-        head: Sizes and dtypes.
-        tiling: Strategy and tile.
-        target: Class of every token, [T], int64.
-        index: Tokens whose target counts, in order, [num_valid]; None means all of them.
-        num_valid: How many there are.
-        logit_scale: Multiplies the logits.
-        softcap: Caps them.
-    """
-
-    head: Head
-    tiling: Tiling
-    target: Tensor
-    index: Tensor | None
-    num_valid: int
-    logit_scale: float
-    softcap: float | None
-
-    def row_groups(self) -> Iterator[slice]:
-        """Yield ranges of valid tokens, equally large but for the last, each at most the tile's rows."""
-        if self.num_valid == 0:
-            return
-        groups = -(-self.num_valid // self.tiling.rows)
-        step = round_up(-(-self.num_valid // groups), ROW_STEP)
-        for start in range(0, self.num_valid, step):
-            yield slice(start, min(self.num_valid, start + step))
-
-    def rows_of(self, source: Tensor, group: slice) -> Tensor:
-        """Return the entries of per-token `source` that belong to `group`."""
-        return source[group] if self.index is None else source.index_select(0, self.index[group])
-
-    def load(self, work: Workspace, hidden: Tensor, group: slice) -> Tensor:
-        """Return the hidden states of `group` in the compute dtype, followed by zeros up to a multiple of ROW_STEP."""
-        count = group.stop - group.start
-        rows = work.rows[: round_up(count, ROW_STEP)]
-        rows[count:].zero_()
-        if self.index is None:
-            rows[:count].copy_(hidden[group])
-        else:
-            chosen = rows[:count] if work.gather is None else work.gather[:count]
-            torch.index_select(hidden, 0, self.index[group], out=chosen)
-            if work.gather is not None:
-                rows[:count].copy_(chosen)
-        return rows
-
-    def store(self, work: Workspace, values: Tensor, out: Tensor, group: slice) -> None:
-        """Write `values` of `group` to its tokens in `out`, rounded to its dtype."""
-        if self.index is None:
-            out[group].copy_(values)
-            return
-        if out.dtype != values.dtype:
-            scratch = work.rows if work.gather is None else work.gather
-            values = scratch[: len(values)].copy_(values)
-        out.index_copy_(0, self.index[group], values)
-
-    def fill(self, work: Workspace, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return a tile of logits."""
-        return fill(work, rows, weight, bias, logit_scale=self.logit_scale, softcap=self.softcap)
+from planish.peaks.vocab.task import Task
+from planish.peaks.vocab.tile import Slopes, Workspace, accumulate, combine, differentiate, fold, pick, weight_chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Loss of one token: (1 - label_smoothing) nll + label_smoothing (lse - mean logit) + z_loss lse^2."""
+    """Loss of one token: (1 - label_smoothing) nll + label_smoothing (lse - mean of its logits) + z_loss lse^2."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 
-    def loss(self, nll: Tensor, statistics: Statistics) -> Tensor:
-        """Return the loss of each row."""
-        if self.label_smoothing:
-            smooth = statistics.lse - statistics.mean
-            nll = torch.lerp(nll, smooth, self.label_smoothing)
-        return nll if not self.z_loss else torch.addcmul(nll, statistics.lse, statistics.lse, value=self.z_loss)
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return the statistics that the loss is made of, besides nll."""
+        return frozenset({"lse", "mean"} if self.label_smoothing else {"lse"} if self.z_loss else ())
 
-    def slopes(self, lse: Tensor, columns: int) -> Slopes:
-        """Return the derivatives of each row's loss."""
+    def loss(self, nll: Tensor, lse: Tensor | None, mean: Tensor | None) -> Tensor:
+        """Return the loss of each token."""
+        if self.label_smoothing:
+            nll = torch.lerp(nll, lse - mean, self.label_smoothing)
+        return torch.addcmul(nll, lse, lse, value=self.z_loss) if self.z_loss else nll
+
+    def slopes(self, lse: Tensor, vocab_size: int) -> Slopes:
+        """Return the derivatives of each token's loss."""
         return Slopes(
             softmax=(2 * self.z_loss * lse).add_(1.0) if self.z_loss else None,
             target=torch.full_like(lse, 1.0 - self.label_smoothing),
-            uniform=torch.full_like(lse, self.label_smoothing / columns) if self.label_smoothing else None,
+            uniform=torch.full_like(lse, self.label_smoothing / vocab_size) if self.label_smoothing else None,
         )
+
+
+class Upstream(NamedTuple):
+    """Derivatives of a loss by the statistics of each token, [T]; None is 0."""
+
+    nll: Tensor | None
+    lse: Tensor | None
+    entropy: Tensor | None
+    mean: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """The gradients that are wanted, to be filled; those of weight and bias are summed in the wide dtype."""
+    """The gradients that are wanted: hidden's in its own dtype, the bias's in the wide one."""
 
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
 
     @classmethod
-    def allocate(cls, task: Task, hidden: Tensor, weight: Tensor, *, wide: torch.dtype) -> Self:
+    def allocate(cls, task: Task, hidden: Tensor, weight: Tensor, *, weight_dtype: torch.dtype) -> Self:
         """Return gradients that are zero wherever no tile will be written."""
-        wanted = task.head.grads
-        d_hidden = d_weight = None
-        if "hidden" in wanted:
-            d_hidden = torch.empty_like(hidden) if task.index is None else torch.zeros_like(hidden)
-        if "weight" in wanted:
-            make = torch.zeros if task.num_valid == 0 else torch.empty
-            d_weight = make(weight.shape, dtype=wide, device=weight.device)
-        d_bias = weight.new_zeros(len(weight), dtype=wide) if "bias" in wanted else None
-        return cls(hidden=d_hidden, weight=d_weight, bias=d_bias)
+        wanted, wide = task.head.grads, getattr(torch, task.head.wide_dtype)
+        make_hidden = torch.empty_like if task.index is None else torch.zeros_like
+        make_weight = torch.empty if task.num_valid else torch.zeros
+        return cls(
+            hidden=make_hidden(hidden) if "hidden" in wanted else None,
+            weight=make_weight(weight.shape, dtype=weight_dtype, device=weight.device) if "weight" in wanted else None,
+            bias=torch.zeros(len(weight), dtype=wide, device=weight.device) if "bias" in wanted else None,
+        )
 
 
 class GradientsInForward(torch.autograd.Function):
     """The summed loss, whose gradients are made beside it and wait for backward: three products.
 
-    Memory: from forward to backward the gradients of hidden (its dtype) and weight (float32; a buffer of V x D x 4
-        bytes where the weight is narrower); in forward one tile besides. Backward scales them in place and rounds
-        a float32 buffer once into the weight's dtype, so both are alive for that moment. `weight.grad` of an earlier
-        microbatch is a further V x D, to which autograd adds in place.
-    Exactness: equal to full logits up to the order of summation.
+    Memory: in forward one tile; from forward to backward the gradients, hidden's in its dtype, the weight's in float32
+        (for a narrower weight a buffer of V x D x 4 bytes). Backward scales them in place and rounds the float32
+        buffer once into the weight's dtype, so that both exist for that moment. `weight.grad` of an earlier
+        microbatch is a further V x D, to which autograd then adds in place.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task, objective: Objective
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, task: Task, objective: Objective
     ) -> Tensor:
         """Return the sum over valid tokens of the objective."""
-        work = Workspace.allocate(task.tiling, task.head, hidden.device)
-        bias_dtype, bias = (None, None) if bias is None else (bias.dtype, bias.to(work.tile.dtype))
+        task = task.indexed(target)
+        work = Workspace.allocate(task.tiling.buffers(task.head, "both"), hidden.device)
+        grads = Gradients.allocate(task, hidden, weight, weight_dtype=work.strip.dtype)
         losses = work.strip.new_empty(task.num_valid)
-        grads = Gradients.allocate(task, hidden, weight, wide=work.strip.dtype)
+        everything = slice(0, len(weight))
+        cast_bias = None if bias is None else bias.to(work.tile.dtype)
         for group in task.row_groups():
-            count = group.stop - group.start
             rows = task.load(work, hidden, group)
-            tile = task.fill(work, rows, weight, bias)[:count]
+            tile = task.fill(work, rows, weight, cast_bias, everything)[: group.stop - group.start]
             fold(work, tile, 0)
-            statistics = combine(work, count, len(weight))
-            local = task.rows_of(task.target, group)
-            losses[group] = objective.loss(statistics.lse - pick(tile, local), statistics)
-            slopes = objective.slopes(statistics.lse, len(weight))
-            differentiate(work, tile, statistics.lse, local, slopes, softcap=task.softcap, bias_grad=grads.bias)
+            row = combine(work, len(tile), len(weight))
+            local = task.local_target(target, group, everything)
+            losses[group] = objective.loss(row["lse"] - pick(tile, local), row["lse"], row.get("mean"))
+            slopes = objective.slopes(row["lse"], len(weight))
+            differentiate(work, tile, row["lse"], local, slopes, softcap=task.softcap, bias_grad=grads.bias)
             if grads.weight is not None:
-                accumulate(work, grads.weight, tile.t(), rows[:count], fresh=group.start == 0)
+                accumulate(work, grads.weight, tile.t(), rows[: len(tile)], fresh=group.start == 0)
             if grads.hidden is not None:
-                for columns, chunk in weight_chunks(work, weight):
-                    accumulate(work, work.row_grads[:count], tile[:, columns], chunk, fresh=columns.start == 0)
-                task.store(work, work.row_grads[:count], grads.hidden, group)
+                row_grads = work.row_grads[: len(tile)]
+                _multiply(work, row_grads, tile, weight, fresh=True)
+                task.scatter(work, row_grads, grads.hidden, group)
         ctx.grads = (grads.hidden, grads.weight, grads.bias)
-        ctx.dtypes = (hidden.dtype, weight.dtype, bias_dtype)
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.logit_scale = task.logit_scale
         return losses.sum()
 
@@ -178,12 +120,191 @@ class GradientsInForward(torch.autograd.Function):
         """Return the waiting gradients times `upstream`."""
         if ctx.grads is None:
             raise RuntimeError(
-                'the gradients of strategy "gradients-in-forward" exist once; an earlier backward took them; '
-                'use strategy="recompute" to go backward twice.'
+                'the gradients of strategy "gradients-in-forward" exist once and an earlier backward took them; '
+                'use strategy="recompute" to go backward again.'
             )
         grads, ctx.grads = ctx.grads, None
         factor = upstream * ctx.logit_scale
-        scaled = [
+        ready = [
             None if grad is None else grad.mul_(factor).to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None
+        return *ready, None, None, None
+
+
+class Recompute(torch.autograd.Function):
+    """Statistics of each token, whose gradients are made in backward from tiles computed again: four products or five.
+
+    Memory: in forward one tile and 4 bytes a token for each statistic; from forward to backward the lse, and the
+        entropy where it was wanted; in backward one tile, the gradients, and the float32 sums of
+        [Note: four products or five]: one block of a narrower weight, and for a narrower hidden its tokens x D or none.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, task: Task
+    ) -> tuple[Tensor | None, ...]:
+        """Return nll, lse, entropy, mean logit and argmax, [T] each; None where not wanted, 0 where ignored."""
+        ctx.set_materialize_grads(False)
+        ctx.task = task
+        found = statistics(hidden, weight, bias, target, task)
+        if "argmax" in found:
+            ctx.mark_non_differentiable(found["argmax"])
+        ctx.save_for_backward(hidden, weight, bias, target, found["lse"], found.get("entropy"))
+        return tuple(found.get(name) for name in ("nll", "lse", "entropy", "mean", "argmax"))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients under per-token upstreams."""
+        hidden, weight, bias, target, lse, entropy = ctx.saved_tensors
+        task = ctx.task.indexed(target)
+        work = Workspace.allocate(task.tiling.buffers(task.head, "gradients"), hidden.device)
+        sweep = Sweep(
+            task=task,
+            work=work,
+            hidden=hidden,
+            weight=weight,
+            bias=None if bias is None else bias.to(work.tile.dtype),
+            target=target,
+            lse=lse,
+            entropy=entropy,
+            upstream=Upstream(*upstream[:4]),
+        )
+        grads = sweep.run()
+        d_bias = None if grads.bias is None else grads.bias.to(bias.dtype)
+        return grads.hidden, grads.weight, d_bias, None, None
+
+
+def statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, task: Task) -> dict[str, Tensor]:
+    """Return nll and every statistic that `task.head` wants, by name, [T] each: 0 where ignored, argmax -1.
+
+    Memory: one tile; 4 bytes a token for each statistic, 8 for argmax, and 8 a valid token where some are ignored.
+    """
+    task, head = task.indexed(target), task.head
+    work = Workspace.allocate(task.tiling.buffers(head, "statistics"), hidden.device)
+    cast_bias = None if bias is None else bias.to(work.tile.dtype)
+    found = {name: work.strip.new_zeros(head.tokens) for name in ("nll", *head.wanted - {"argmax"})}
+    if "argmax" in head.wanted:
+        found["argmax"] = target.new_full((head.tokens,), -1)
+    for group in task.row_groups():
+        rows, count = task.load(work, hidden, group), group.stop - group.start
+        target_logit = work.strip.new_zeros(count)
+        for block, columns in task.column_groups():
+            tile = task.fill(work, rows, weight, cast_bias, columns)[:count]
+            fold(work, tile, block)
+            target_logit.add_(pick(tile, task.local_target(target, group, columns)))
+        row = combine(work, count, head.vocab_size)
+        row["nll"] = row["lse"] - target_logit
+        for name, values in found.items():
+            task.scatter(work, row[name], values, group)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What the passes of backward need: every tile of logits is computed again and adds its share to the gradients."""
+
+    task: Task
+    work: Workspace
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    lse: Tensor
+    entropy: Tensor | None
+    upstream: Upstream
+
+    def run(self) -> Gradients:
+        """Return the gradients that are wanted."""
+        grads = Gradients.allocate(self.task, self.hidden, self.weight, weight_dtype=self.weight.dtype)
+        if grads.weight is None:
+            self.over_tokens(grads.hidden, grads.bias)
+        elif self.task.tiling.sweeps == 1:
+            self.over_vocabulary(grads.weight, grads.hidden, grads.bias)
+        else:
+            self.over_vocabulary(grads.weight, None, grads.bias)
+            self.over_tokens(grads.hidden, None)
+        return grads
+
+    def over_vocabulary(self, d_weight: Tensor, d_hidden: Tensor | None, d_bias: Tensor | None) -> None:
+        """Fill `d_weight` block by block, each rounded once, while `d_hidden` grows."""
+        task, work = self.task, self.work
+        hidden_sum, index = d_hidden, task.index
+        if d_hidden is not None and task.tiling.sums_hidden(task.head):
+            hidden_sum, index = work.strip.new_empty(task.num_valid, self.hidden.shape[1]), None
+        for _, columns in task.column_groups():
+            block = d_weight[columns]
+            total = block if work.column_grads is None else work.column_grads[: len(block)]
+            for group in task.row_groups():
+                rows, tile = self._derive(group, columns, d_bias)
+                accumulate(work, total, tile.t(), rows[: len(tile)], fresh=group.start == 0)
+                if hidden_sum is not None:
+                    self._grow(hidden_sum, index, tile, group, columns)
+            if total is not block and task.num_valid:
+                block.copy_(total)
+        if hidden_sum is not d_hidden:
+            for group in task.row_groups():
+                task.scatter(work, hidden_sum[group], d_hidden, group)
+
+    def over_tokens(self, d_hidden: Tensor | None, d_bias: Tensor | None) -> None:
+        """Fill `d_hidden` row group by row group, each rounded once."""
+        for group in self.task.row_groups():
+            for _, columns in self.task.column_groups():
+                _, tile = self._derive(group, columns, d_bias)
+                if d_hidden is not None:
+                    row_grads = self.work.row_grads[: len(tile)]
+                    _multiply(self.work, row_grads, tile, self.weight[columns], fresh=columns.start == 0)
+            if d_hidden is not None:
+                self.task.scatter(self.work, row_grads, d_hidden, group)
+
+    def _derive(self, group: slice, columns: slice, d_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the hidden states of `group` and the derivative by its logits; add the latter up in `d_bias`."""
+        task, work = self.task, self.work
+        rows = task.load(work, self.hidden, group)
+        tile = task.fill(work, rows, self.weight, self.bias, columns)[: group.stop - group.start]
+        differentiate(
+            work,
+            tile,
+            task.rows_of(self.lse, group),
+            task.local_target(self.target, group, columns),
+            self._slopes(group),
+            softcap=task.softcap,
+            bias_grad=None if d_bias is None else d_bias[columns],
+        )
+        return rows, tile
+
+    def _slopes(self, group: slice) -> Slopes:
+        """Return the derivatives by the statistics of each row of `group`, logit_scale included."""
+        rows_of, head = self.task.rows_of, self.task.head
+        nll, lse, entropy, mean = (
+            None if each is None else rows_of(each, group) * self.task.logit_scale for each in self.upstream
+        )
+        softmax = self.work.strip.new_zeros(group.stop - group.start)
+        for each in (nll, lse):
+            if each is not None:
+                softmax.add_(each)
+        return Slopes(
+            softmax=softmax,
+            target=nll,
+            uniform=None if mean is None else mean / -head.vocab_size,
+            entropy=entropy,
+            mean_logit=None if entropy is None else rows_of(self.lse, group) - rows_of(self.entropy, group),
+        )
+
+    def _grow(self, total: Tensor, index: Tensor | None, tile: Tensor, group: slice, columns: slice) -> None:
+        """Add the share of `tile` to `total`, at the rows of `group` or, through `index`, at its tokens."""
+        work, fresh = self.work, columns.start == 0
+        if index is None:
+            _multiply(work, total[group], tile, self.weight[columns], fresh=fresh)
+            return
+        row_grads = work.row_grads[: len(tile)]
+        if not fresh:
+            torch.index_select(total, 0, index[group], out=row_grads)
+        _multiply(work, row_grads, tile, self.weight[columns], fresh=fresh)
+        total.index_copy_(0, index[group], row_grads)
+
+
+def _multiply(work: Workspace, total: Tensor, tile: Tensor, weight: Tensor, *, fresh: bool) -> None:
+    """Add tile @ weight to `total`, or set it when `fresh`."""
+    for columns, chunk in weight_chunks(work, weight):
+        accumulate(work, total, tile[:, columns], chunk, fresh=fresh and columns.start == 0)

@@ -1,16 +1,59 @@
 """What a caller hands to the head, checked and laid out: one clear sentence for each mistake, then a `Task`."""
 
+import math
 import warnings
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from planish.price.vocab import Head, Tiling, choose_tiling
+from planish.peaks.vocab.task import Task
+from planish.price.vocab import Head, choose_tiling
 from planish.units import format_bytes
 
 DEFAULT_TILE_BYTES = 64 * 2**20
+
+
+LogitsDtype = Literal["auto", "float32"]
+Strategy = Literal["auto", "gradients-in-forward", "recompute"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How logits are made and in how many bytes; `tile_bytes` None is the default."""
+
+    ignore_index: int
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    logits_dtype: LogitsDtype = "auto"
+    tile_bytes: int | None = None
+    strategy: Strategy = "auto"
+    num_valid: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < abs(self.logit_scale) < math.inf:
+            raise ValueError(f"`logit_scale` must be finite and not 0, got {self.logit_scale}.")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ValueError(f"`softcap` must be above 0, got {self.softcap}; leave it out for no cap.")
+        if self.tile_bytes is not None and self.tile_bytes < 1:
+            raise ValueError(f"`tile_bytes` must be above 0, got {self.tile_bytes}; leave it out for 64 MiB.")
+        if self.logits_dtype not in get_args(LogitsDtype):
+            raise ValueError(f'`logits_dtype` must be "auto" or "float32", got {self.logits_dtype!r}.')
+        if self.strategy not in get_args(Strategy):
+            raise ValueError(f"`strategy` must be one of {', '.join(get_args(Strategy))}, got {self.strategy!r}.")
+
+
+class Prepared(NamedTuple):
+    """The checked arguments of both autograd functions: hidden [T, D], target [T] of int64."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    task: Task
 
 
 def check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
@@ -65,42 +108,26 @@ def _check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
         raise ValueError(f"`bias` must have the weight's {vocab_size} rows, got shape {list(bias.shape)}.")
 
 
-def check_settings(*, logit_scale: float, softcap: float | None, tile_bytes: int) -> None:
-    """Refuse settings outside their range."""
-    if not 0 < abs(logit_scale) < float("inf"):
-        raise ValueError(f"`logit_scale` must be finite and not 0, got {logit_scale}.")
-    if softcap is not None and not 0 < softcap < float("inf"):
-        raise ValueError(f"`softcap` must be above 0, got {softcap}; leave it out for no cap.")
-    if tile_bytes < 1:
-        raise ValueError(f"`tile_bytes` must be above 0, got {tile_bytes}; the default is {DEFAULT_TILE_BYTES}.")
+def count_valid(target: Tensor, *, ignore_index: int, vocab_size: int, num_valid: int | None) -> int:
+    """Return how many entries of flat `target` are not ignored.
 
-
-def find_valid(
-    target: Tensor, *, ignore_index: int, vocab_size: int, num_valid: int | None
-) -> tuple[Tensor | None, int]:
-    """Return the positions in flat `target` that are not ignored (None: all of them) and their number.
-
-    The number is read from the data once unless it is given. Fake tensors have no data: there, all are valid unless
-    `num_valid` says otherwise. Where data is read, every class is checked.
+    It is read from the data once, and every class is checked. Fake tensors have no data: all are valid unless
+    `num_valid` says otherwise; neither is it read from a device other than the CPU where `num_valid` is given.
 
     Raises:
         ValueError: A class outside [0, vocab_size), or a `num_valid` that is wrong.
     """
-    fake = isinstance(target, FakeTensor)
-    if fake or (num_valid is not None and target.device.type != "cpu"):
-        known = len(target) if num_valid is None else num_valid
-    else:
-        known = _count_valid(target, ignore_index=ignore_index, vocab_size=vocab_size)
-        if num_valid not in (None, known):
-            raise ValueError(
-                f"`num_valid` must be the number of targets that are not ignored, {known}, got {num_valid}."
-            )
-    if known == len(target):
-        return None, known
-    return torch.nonzero_static(target != ignore_index, size=known).squeeze(1), known
+    if isinstance(target, FakeTensor):
+        return len(target) if num_valid is None else num_valid
+    if num_valid is not None and target.device.type != "cpu":
+        return num_valid
+    found = _read_valid(target, ignore_index=ignore_index, vocab_size=vocab_size)
+    if num_valid not in (None, found):
+        raise ValueError(f"`num_valid` must be the number of targets that are not ignored, {found}, got {num_valid}.")
+    return found
 
 
-def _count_valid(target: Tensor, *, ignore_index: int, vocab_size: int) -> int:
+def _read_valid(target: Tensor, *, ignore_index: int, vocab_size: int) -> int:
     valid = target != ignore_index
     outside = valid & ((target < 0) | (target >= vocab_size))
     num_valid, num_outside = torch.stack([valid.sum(), outside.sum()]).tolist()
@@ -123,13 +150,52 @@ def compute_dtype(hidden: Tensor, weight: Tensor, *, logits_dtype: str) -> torch
     return promoted
 
 
-def plan_tiling(head: Head, *, tile_bytes: int, strategy: str) -> Tiling:
-    """Return the tiling for `head`; warn where the smallest is larger than `tile_bytes`."""
-    tiling = choose_tiling(head, tile_bytes=tile_bytes, strategy=strategy)
-    needed = tiling.workspace_bytes(head)
-    if needed > tile_bytes:
+def prepare(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options, *, wanted: frozenset[str]
+) -> Prepared:
+    """Return the arguments of one call, checked and planned; warn where `tile_bytes` is below the smallest tile.
+
+    Raises:
+        TypeError: See `check`.
+        ValueError: See `check` and `count_valid`.
+    """
+    check(hidden, weight, target, bias)
+    flat, classes = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
+    tensors = {"hidden": hidden, "weight": weight, "bias": bias}
+    tracked = torch.is_grad_enabled()
+    needing = {name for name, each in tensors.items() if tracked and each is not None and each.requires_grad}
+    head = Head(
+        tokens=len(flat),
+        hidden_size=weight.shape[1],
+        vocab_size=len(weight),
+        hidden_dtype=_name(hidden.dtype),
+        weight_dtype=_name(weight.dtype),
+        compute_dtype=_name(compute_dtype(hidden, weight, logits_dtype=options.logits_dtype)),
+        capped=options.softcap is not None,
+        wanted=wanted | ({"lse"} if needing else set()),
+        grads=frozenset(needing),
+    )
+    tile_bytes = DEFAULT_TILE_BYTES if options.tile_bytes is None else options.tile_bytes
+    tiling = choose_tiling(head, tile_bytes=tile_bytes, strategy=options.strategy)
+    if tiling.workspace_bytes(head) > tile_bytes:
         warnings.warn(
-            f"`tile_bytes` ({format_bytes(tile_bytes)}) is below the smallest tile; using {format_bytes(needed)}.",
-            stacklevel=4,
+            f"`tile_bytes` ({format_bytes(tile_bytes)}) is below the smallest tile for this head; "
+            f"it takes {format_bytes(tiling.workspace_bytes(head))}.",
+            stacklevel=3,
         )
-    return tiling
+    num_valid = count_valid(
+        classes, ignore_index=options.ignore_index, vocab_size=len(weight), num_valid=options.num_valid
+    )
+    task = Task(
+        head=head,
+        tiling=tiling,
+        ignore_index=options.ignore_index,
+        num_valid=num_valid,
+        logit_scale=options.logit_scale,
+        softcap=options.softcap,
+    )
+    return Prepared(flat, weight, bias, classes, task)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,23 +1,99 @@
-"""Losses of a linear head that never form its logits."""
+"""Losses of a linear head that never form its logits: log-probabilities, cross-entropy, token accuracy."""
 
-from typing import Literal
+import functools
+import math
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from planish.peaks.vocab.blocked import GradientsInForward, Objective, Task
-from planish.peaks.vocab.inputs import (
-    DEFAULT_TILE_BYTES,
-    check,
-    check_settings,
-    compute_dtype,
-    find_valid,
-    plan_tiling,
-)
-from planish.price.vocab import Head
+from planish.peaks.vocab.blocked import GradientsInForward, Objective, Recompute, statistics
+from planish.peaks.vocab.inputs import LogitsDtype, Options, Prepared, Strategy, prepare
 
-Strategy = Literal["auto", "gradients-in-forward", "recompute"]
+Statistic = Literal["nll", "lse", "entropy", "argmax"]
 Reduction = Literal["mean", "sum", "none"]
+
+
+class LogProb(NamedTuple):
+    """What a head says of each token, in the shape of the target: 0 (argmax: -1) where ignored, None if not wanted.
+
+    Attributes:
+        nll: Minus the log-probability of the target.
+        lse: Logarithm of the sum of exponentials of the logits.
+        entropy: Of the distribution over the vocabulary.
+        argmax: The most likely class, the first of equals.
+    """
+
+    nll: Tensor | None
+    lse: Tensor | None
+    entropy: Tensor | None
+    argmax: Tensor | None
+
+
+def linear_logprob(  # noqa: PLR0913
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    want: tuple[Statistic, ...] = ("nll",),
+    logits_dtype: LogitsDtype = "auto",
+    tile_bytes: int | None = None,
+    num_valid: int | None = None,
+) -> LogProb:
+    """Return log-probability, lse, entropy and argmax of each token, differentiable under any upstream.
+
+    y = softcap(logit_scale * (hidden @ weight^T + bias)),  lse = log(sum(exp(y))),  nll = lse - y[target],
+    entropy = lse - sum(exp(y - lse) * y).
+
+    Memory: strategy "recompute" of `linear_cross_entropy`. Without gradients: one tile, 4 bytes a token for each
+        statistic (argmax: 8), and 8 a valid token where some are ignored.
+    Exactness: the lse does not depend on `tile_bytes`, bit for bit, on a CPU; otherwise equal to full logits up to
+        the order of summation. nll is never below 0.
+
+    Args:
+        hidden: Hidden states, [..., D].
+        weight: The head's weight, [V, D].
+        target: Class of each token, [...].
+        bias: The head's bias, [V].
+        logit_scale: Multiplies the logits (Granite, Cohere).
+        softcap: Bounds the scaled logits to softcap * tanh(y / softcap) (Gemma).
+        ignore_index: Target of tokens that are left out.
+        want: Which statistics to return.
+        logits_dtype: See `linear_cross_entropy`.
+        tile_bytes: Bytes of all working buffers together; None is 64 MiB.
+        num_valid: Number of targets that are not ignored, where it is known; it is then not read from a GPU.
+
+    Returns:
+        The statistics in float32 (float64 for float64).
+
+    Raises:
+        TypeError: Tensors of a wrong kind.
+        ValueError: Tensors that do not fit together, a class out of range, an unknown statistic.
+
+    Example:
+        >>> import torch
+        >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16)
+        >>> linear_logprob(hidden, weight, torch.zeros(2, 5, dtype=torch.long), want=("nll", "argmax")).argmax.shape
+        torch.Size([2, 5])
+    """
+    unknown = sorted(set(want) - set(LogProb._fields))
+    if unknown:
+        raise ValueError(f"`want` must name any of {', '.join(LogProb._fields)}, got {', '.join(unknown)}.")
+    options = Options(
+        ignore_index=ignore_index,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        logits_dtype=logits_dtype,
+        tile_bytes=tile_bytes,
+        strategy="recompute",
+        num_valid=num_valid,
+    )
+    found = _each_token(prepare(hidden, weight, target, bias, options, wanted=frozenset(want) - {"nll"}))
+    return LogProb(*(found[name].reshape(target.shape) if name in want else None for name in LogProb._fields))
 
 
 def linear_cross_entropy(  # noqa: PLR0913
@@ -33,47 +109,183 @@ def linear_cross_entropy(  # noqa: PLR0913
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    logits_dtype: Literal["auto", "float32"] = "auto",
-    tile_bytes: int = DEFAULT_TILE_BYTES,
+    logits_dtype: LogitsDtype = "auto",
+    tile_bytes: int | None = None,
     strategy: Strategy = "auto",
     num_valid: int | None = None,
 ) -> Tensor:
-    """Return the cross-entropy of softcap(logit_scale * (hidden @ weight^T + bias)) without forming it."""
-    check(hidden, weight, target, bias)
-    check_settings(logit_scale=logit_scale, softcap=softcap, tile_bytes=tile_bytes)
-    flat, classes = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
-    index, num_valid = find_valid(classes, ignore_index=ignore_index, vocab_size=len(weight), num_valid=num_valid)
-    compute = compute_dtype(hidden, weight, logits_dtype=logits_dtype)
-    tensors = {"hidden": hidden, "weight": weight, "bias": bias}
-    head = Head(
-        tokens=len(flat),
-        hidden_size=weight.shape[1],
-        vocab_size=len(weight),
-        hidden_dtype=str(hidden.dtype).removeprefix("torch."),
-        weight_dtype=str(weight.dtype).removeprefix("torch."),
-        compute_dtype=str(compute).removeprefix("torch."),
-        capped=softcap is not None,
-        wanted=frozenset({"mean"} if label_smoothing else ()),
-        grads=frozenset(
-            name
-            for name, tensor in tensors.items()
-            if torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
-        ),
-    )
-    task = Task(
-        head=head,
-        tiling=plan_tiling(
-            head, tile_bytes=tile_bytes, strategy="gradients-in-forward" if strategy == "auto" else strategy
-        ),
-        target=classes,
-        index=index,
-        num_valid=num_valid,
+    """Return the cross-entropy of a linear head without its logits.
+
+    y = softcap(logit_scale * (hidden @ weight^T + bias)),  lse = log(sum(exp(y))); the loss of one token is
+    (1 - label_smoothing) (lse - y[target]) + label_smoothing (lse - mean(y)) + z_loss lse^2.
+
+    Memory: `planish.price.vocab.phases` gives it to the byte. "gradients-in-forward" holds the gradients from forward
+        to backward, the weight's in float32 (V x D x 4 bytes besides a narrower gradient); "recompute" holds 4 bytes
+        a token, and sums a narrower hidden's gradient in float32 (tokens x D x 4 bytes, or nothing at a fifth
+        product where that is above `tile_bytes`). Besides these, the working buffers stay within `tile_bytes`.
+    Exactness: equal to full logits up to the order of summation; the same bits from run to run.
+
+    Args:
+        hidden: Hidden states, [..., D].
+        weight: The head's weight, [V, D].
+        target: Class of each token, [...].
+        bias: The head's bias, [V].
+        ignore_index: Target of tokens that are left out; no row of theirs is multiplied.
+        reduction: "mean" over the valid tokens (0 where there are none), "sum", or "none": [...], 0 where ignored.
+        divisor: Divides the sum instead of the number of valid tokens, for "mean": tokens of all microbatches or ranks.
+        label_smoothing: Share of the loss that is spread over the vocabulary.
+        z_loss: Weight of lse^2.
+        softcap: Bounds the scaled logits to softcap * tanh(y / softcap) (Gemma).
+        logit_scale: Multiplies the logits (Granite, Cohere).
+        logits_dtype: "auto" multiplies in the tensors' common dtype (autocast's where it is on), so that bf16 logits
+            are rounded to bf16 on a CPU; "float32" multiplies in float32, at about twice the time.
+        tile_bytes: Bytes of all working buffers together; None is 64 MiB.
+        strategy: "gradients-in-forward" multiplies three times and can go backward once, "recompute" four or five
+            times; "auto" takes the first where its tile has enough rows and its float32 buffer is within `tile_bytes`.
+        num_valid: Number of targets that are not ignored, where it is known; it is then not read from a GPU.
+
+    Returns:
+        The loss in float32 (float64 for float64).
+
+    Raises:
+        TypeError: Tensors of a wrong kind.
+        ValueError: Tensors that do not fit together, a class or a setting out of range, a setting without effect.
+
+    Example:
+        >>> import torch
+        >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16, requires_grad=True)
+        >>> linear_cross_entropy(hidden, weight, torch.zeros(2, 5, dtype=torch.long)).backward()
+
+    References:
+        Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv 2411.09009, section 4.
+    """
+    objective = _objective(reduction, divisor, strategy, label_smoothing, z_loss)
+    options = Options(
+        ignore_index=ignore_index,
         logit_scale=logit_scale,
         softcap=softcap,
+        logits_dtype=logits_dtype,
+        tile_bytes=tile_bytes,
+        strategy="recompute" if reduction == "none" else strategy,
+        num_valid=num_valid,
     )
-    objective = Objective(label_smoothing=label_smoothing, z_loss=z_loss)
-    with torch.autocast(hidden.device.type, enabled=False):
-        total = GradientsInForward.apply(flat, weight, bias, task, objective)
+    prepared = prepare(hidden, weight, target, bias, options, wanted=objective.needs)
+    if prepared.task.tiling.strategy == "gradients-in-forward":
+        with torch.autocast(hidden.device.type, enabled=False):
+            total = GradientsInForward.apply(*prepared, objective)
+    else:
+        found = _each_token(prepared)
+        losses = objective.loss(found["nll"], found["lse"], found["mean"])
+        if reduction == "none":
+            return losses.reshape(target.shape)
+        total = losses.sum()
     if reduction == "sum":
         return total
-    return total / max(1, num_valid) if divisor is None else total / divisor
+    return total / (max(1, prepared.task.num_valid) if divisor is None else divisor)
+
+
+class LinearCrossEntropy(torch.nn.Module):
+    """`linear_cross_entropy` with its settings kept, as `torch.nn.CrossEntropyLoss` keeps those of its function.
+
+    Example:
+        >>> loss = LinearCrossEntropy(softcap=30.0, reduction="sum")
+        >>> loss(torch.randn(4, 16), torch.randn(100, 16), torch.tensor([1, 2, -100, 3])).shape
+        torch.Size([])
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        *,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        logits_dtype: LogitsDtype = "auto",
+        tile_bytes: int | None = None,
+        strategy: Strategy = "auto",
+    ) -> None:
+        super().__init__()
+        self.loss = functools.partial(
+            linear_cross_entropy,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            logits_dtype=logits_dtype,
+            tile_bytes=tile_bytes,
+            strategy=strategy,
+        )
+
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        *,
+        bias: Tensor | None = None,
+        divisor: float | Tensor | None = None,
+        num_valid: int | None = None,
+    ) -> Tensor:
+        """Return the loss of `target` under hidden @ weight^T + bias."""
+        return self.loss(hidden, weight, target, bias=bias, divisor=divisor, num_valid=num_valid)
+
+    def extra_repr(self) -> str:
+        """Return the settings as they were given."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.loss.keywords.items())
+
+
+@torch.no_grad()
+def linear_token_accuracy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    tile_bytes: int | None = None,
+) -> Tensor:
+    """Return the fraction of valid tokens whose most likely class is the target; 0 where there are none.
+
+    A logit scale above 0 and a soft cap do not change which class that is.
+
+    Memory: one tile, 12 bytes a token, and 8 a valid token where some are ignored.
+    """
+    options = Options(ignore_index=ignore_index, tile_bytes=tile_bytes, strategy="recompute")
+    prepared = prepare(hidden, weight, target, bias, options, wanted=frozenset({"argmax"}))
+    hits = _each_token(prepared)["argmax"] == prepared.target
+    return hits.sum() / max(1, prepared.task.num_valid)
+
+
+def _objective(
+    reduction: str, divisor: float | Tensor | None, strategy: str, label_smoothing: float, z_loss: float
+) -> Objective:
+    """Return the objective, after refusing settings that are out of range or would have no effect."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'`reduction` must be "mean", "sum" or "none", got {reduction!r}.')
+    if divisor is not None and reduction != "mean":
+        raise ValueError(f'`divisor` has no effect with reduction="{reduction}"; use reduction="mean".')
+    if isinstance(divisor, int | float) and not 0 < divisor < math.inf:
+        raise ValueError(f"`divisor` must be above 0, got {divisor}.")
+    if reduction == "none" and strategy == "gradients-in-forward":
+        raise ValueError(
+            '`strategy` "gradients-in-forward" needs one loss for all tokens, and reduction="none" has one for each; '
+            'use strategy="recompute".'
+        )
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"`label_smoothing` must be in [0, 1], got {label_smoothing}.")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"`z_loss` must be at least 0, got {z_loss}.")
+    return Objective(label_smoothing=label_smoothing, z_loss=z_loss)
+
+
+def _each_token(prepared: Prepared) -> dict[str, Tensor | None]:
+    """Return the statistics of each token by name, None where not wanted; differentiable if a gradient is."""
+    names = ("nll", "lse", "entropy", "mean", "argmax")
+    with torch.autocast(prepared.hidden.device.type, enabled=False):
+        if prepared.task.head.grads:
+            return dict(zip(names, Recompute.apply(*prepared), strict=True))
+        return dict.fromkeys(names) | statistics(*prepared)

@@ -16,7 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from planish.price.vocab import BLOCK, Head, Tiling, block_ranges
+from planish.price.vocab import BLOCK, Buffers, block_ranges
 
 LOG2E = math.log2(math.e)
 FLOOR = -1e38
@@ -32,38 +32,29 @@ class Workspace:
     tile: Tensor
     strip: Tensor
     rows: Tensor
-    row_grads: Tensor | None = None
     gather: Tensor | None = None
     cast: Tensor | None = None
+    spare: Tensor | None = None
+    block_max: Tensor | None = None
+    block_sum: Tensor | None = None
+    block_mean: Tensor | None = None
+    block_entropy: Tensor | None = None
+    block_argmax: Tensor | None = None
     part: Tensor | None = None
     ones: Tensor | None = None
-    spare: Tensor | None = None
-    block_max: Tensor
-    block_sum: Tensor
-    block_logits: Tensor | None = None
-    block_energy: Tensor | None = None
-    block_argmax: Tensor | None = None
+    row_grads: Tensor | None = None
+    column_grads: Tensor | None = None
 
     @classmethod
-    def allocate(cls, tiling: Tiling, head: Head, device: torch.device) -> Self:
-        """Return buffers of the sizes that `tiling` has for `head`; only `ones` is filled."""
-        buffers = {
+    def allocate(cls, buffers: Buffers, device: torch.device) -> Self:
+        """Return tensors for `buffers`; only `ones` is filled."""
+        made = {
             name: torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            for name, (shape, dtype) in tiling.buffers(head).items()
+            for name, (shape, dtype) in buffers.items()
         }
-        if "ones" in buffers:
-            buffers["ones"].fill_(1.0)
-        return cls(**buffers)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
-    """What one pass over the vocabulary tells about each row; None where not wanted."""
-
-    lse: Tensor
-    entropy: Tensor | None
-    mean: Tensor | None
-    argmax: Tensor | None
+        if "ones" in made:
+            made["ones"].fill_(1.0)
+        return cls(**made)
 
 
 def strips(tile: Tensor, strip: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -129,33 +120,38 @@ def _fold_blocks(work: Workspace, z: Tensor, wide: Tensor, where: tuple[slice, s
         torch.amax(z, -1, out=top)
     else:
         torch.max(z, -1, out=(top, work.block_argmax[where]))
-    if work.block_logits is not None:
-        torch.sum(z, -1, out=work.block_logits[where])
+    if work.block_mean is not None:
+        torch.sum(z, -1, out=work.block_mean[where])
     torch.sub(z, top.clamp_(min=FLOOR).unsqueeze(-1), out=wide)
-    if work.block_energy is None:
+    if work.block_entropy is None:
         torch.sum(wide.exp_(), -1, out=work.block_sum[where])
         return
     below = work.spare[: wide.numel()].view(wide.shape).copy_(wide).clamp_(min=FAR_BELOW)
     torch.sum(wide.exp_(), -1, out=work.block_sum[where])
-    torch.sum(below.mul_(wide), -1, out=work.block_energy[where])
+    torch.sum(below.mul_(wide), -1, out=work.block_entropy[where])
 
 
-def combine(work: Workspace, rows: int, columns: int) -> Statistics:
-    """Return the statistics of the first `rows` rows over all `columns`; those of the blocks are used up."""
+def combine(work: Workspace, rows: int, vocab_size: int) -> dict[str, Tensor]:
+    """Return the statistics of the first `rows` rows by name, each [rows]; those of the blocks are used up.
+
+    With m the largest logit and S = sum(exp(y - m)): lse = m + log S, entropy = log S - sum((y - m) exp(y - m)) / S.
+    """
+    found = {}
     shift, total = work.block_max[:rows], work.block_sum[:rows]
-    energy, argmax = work.block_energy, work.block_argmax
-    top = shift.amax(1)
-    if argmax is not None:
+    if work.block_argmax is not None:
         best = shift.argmax(1, keepdim=True)
-        argmax = argmax[:rows].gather(1, best).add_(best, alpha=BLOCK).squeeze(1)
+        found["argmax"] = work.block_argmax[:rows].gather(1, best).add_(best, alpha=BLOCK).squeeze(1)
+    if work.block_mean is not None:
+        found["mean"] = work.block_mean[:rows].sum(1).div_(vocab_size)
+    top = shift.amax(1)
     shift.sub_(top.unsqueeze(1))
-    if energy is not None:
-        energy = energy[:rows].addcmul_(shift, total)
-    total.mul_(shift.exp_())
-    total = total.sum(1)
-    entropy = None if energy is None else total.log().sub_(energy.mul_(shift).sum(1).div_(total))
-    mean = None if work.block_logits is None else work.block_logits[:rows].sum(1).div_(columns)
-    return Statistics(lse=total.log_().add_(top), entropy=entropy, mean=mean, argmax=argmax)
+    if work.block_entropy is not None:
+        below = work.block_entropy[:rows].addcmul_(shift, total)
+    total = total.mul_(shift.exp_()).sum(1)
+    if work.block_entropy is not None:
+        found["entropy"] = total.log().sub_(below.mul_(shift).sum(1).div_(total))
+    found["lse"] = total.log_().add_(top)
+    return found
 
 
 def pick(tile: Tensor, local: Tensor) -> Tensor:

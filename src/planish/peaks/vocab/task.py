@@ -1,0 +1,100 @@
+"""One call of the head, checked: which tokens count, in which groups they are worked on, how logits are made."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from planish.peaks.vocab.tile import Workspace, fill
+from planish.price.vocab import ROW_STEP, Head, Tiling, block_ranges, round_up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One call.
+
+    Attributes:
+        head: Sizes and dtypes.
+        tiling: Strategy and tile.
+        ignore_index: Target of the tokens that are left out.
+        num_valid: How many tokens are not.
+        index: Their positions in order, [num_valid]; None means all tokens, or not looked up yet.
+        logit_scale: Multiplies the logits.
+        softcap: Caps them.
+    """
+
+    head: Head
+    tiling: Tiling
+    ignore_index: int
+    num_valid: int
+    index: Tensor | None = None
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+    def indexed(self, target: Tensor) -> Self:
+        """Return the task with the positions of the valid tokens of `target` looked up."""
+        if self.num_valid == len(target):
+            return self
+        index = torch.nonzero_static(target != self.ignore_index, size=self.num_valid).squeeze(1)
+        return dataclasses.replace(self, index=index)
+
+    def row_groups(self) -> Iterator[slice]:
+        """Yield ranges of valid tokens, equally large but for the last, each at most the tile's rows."""
+        if self.num_valid == 0:
+            return
+        groups = -(-self.num_valid // self.tiling.rows)
+        step = round_up(-(-self.num_valid // groups), ROW_STEP)
+        for start in range(0, self.num_valid, step):
+            yield slice(start, min(self.num_valid, start + step))
+
+    def column_groups(self) -> Iterator[tuple[int, slice]]:
+        """Yield ranges of the vocabulary as wide as the tile, each with its first canonical block."""
+        for block, start, stop in block_ranges(self.head.vocab_size, self.tiling.blocks):
+            yield block, slice(start, stop)
+
+    def rows_of(self, source: Tensor, group: slice) -> Tensor:
+        """Return the entries of per-token `source` that belong to `group`."""
+        return source[group] if self.index is None else source.index_select(0, self.index[group])
+
+    def local_target(self, target: Tensor, group: slice, columns: slice) -> Tensor:
+        """Return the target of each row of `group` as a column of `columns`, negative where it lies outside."""
+        local = self.rows_of(target, group) - columns.start
+        return local.masked_fill_(local >= columns.stop - columns.start, -1)
+
+    def load(self, work: Workspace, hidden: Tensor, group: slice) -> Tensor:
+        """Return the hidden states of `group` in the compute dtype, followed by zeros up to a multiple of ROW_STEP."""
+        count = group.stop - group.start
+        rows = work.rows[: round_up(count, ROW_STEP)]
+        rows[count:].zero_()
+        if self.index is None:
+            rows[:count].copy_(hidden[group])
+        else:
+            chosen = rows[:count] if work.gather is None else work.gather[:count]
+            torch.index_select(hidden, 0, self.index[group], out=chosen)
+            if work.gather is not None:
+                rows[:count].copy_(chosen)
+        return rows
+
+    def scatter(self, work: Workspace, values: Tensor, out: Tensor, group: slice) -> None:
+        """Write `values` of `group` to its tokens in `out`, rounded to its dtype; `work.rows` may be used up."""
+        if self.index is None:
+            out[group].copy_(values)
+            return
+        if out.dtype != values.dtype:
+            scratch = work.rows if work.gather is None else work.gather
+            values = scratch[: len(values)].copy_(values)
+        out.index_copy_(0, self.index[group], values)
+
+    def fill(self, work: Workspace, rows: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:
+        """Return a tile of logits."""
+        return fill(
+            work,
+            rows,
+            weight[columns],
+            None if bias is None else bias[columns],
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+        )
