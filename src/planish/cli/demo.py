@@ -13,7 +13,7 @@ import tyro
 from planish.cli.options import parse_plain
 from planish.decode import method_name, nearest
 from planish.errors import BudgetExceeded, UsageError, VerificationFailed
-from planish.methods import Checkpoint, Plan
+from planish.methods import Checkpoint, Plain, Plan
 from planish.runfile import DataSection, MemorySection, ModelSection, RunFile, SaveSection, TrainSection
 from planish.units import format_bytes
 
@@ -48,7 +48,7 @@ class Outcome:
 def main(words: list[str]) -> int:
     """Run the verb."""
     options = parse_plain(Options, words, verb="demo")
-    peaks = [field.name for field in fields(Plan)]
+    peaks = [field.name for field in fields(Plan) if getattr(Plan(), field.name) != Plain()]
     if options.peak is not None and options.peak not in peaks:
         raise UsageError(f"no peak {options.peak!r} to show; {nearest(options.peak, peaks)}")
 

@@ -51,14 +51,15 @@ class RunView:
         if self._progress is not None:
             self._progress.stop()
 
-    def begin(self, job: Job, first_step: int) -> None:
+    def begin(self, job: Job, first_step: int, baseline_bytes: int) -> None:
         """Show what is about to run."""
         run, ledger = job.run, job.engine.ledger
         self._steps, self._first_step, self._budget_bytes = run.train.steps, first_step, run.memory.budget
         count = sum(param.numel() for param in job.engine.anatomy.model.parameters())
         self.note(
             f"{count:,} parameters in {run.model.dtype}, {run.rows_per_microbatch * run.train.grad_accum} rows of "
-            f"{run.data.context:,} tokens a step, {format_bytes(ledger.live_bytes)} before the first step"
+            f"{run.data.context:,} tokens a step; {format_bytes(ledger.live_bytes)} of tensors before the first step, "
+            f"{format_bytes(baseline_bytes)} of process before the first tensor"
         )
         if self._console.is_terminal:
             columns = (

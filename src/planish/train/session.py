@@ -23,7 +23,7 @@ from planish.train.stop import StopSignal
 class View(Protocol):
     """Whoever shows a run."""
 
-    def begin(self, job: Job, first_step: int) -> None:
+    def begin(self, job: Job, first_step: int, baseline_bytes: int) -> None:
         """The run is built; its first step is next."""
         ...
 
@@ -62,7 +62,7 @@ def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMete
         folder.begin(run_toml=run.to_toml(), plan_toml=run.plan.to_toml(), step=first_step - 1)
         records = scope.enter_context(_Records(folder, job, view, meter))
         records.memory_line(first_step - 1)
-        view.begin(job, first_step)
+        view.begin(job, first_step, meter.baseline_bytes)
         try:
             train(job, first_step=first_step, hooks=records.hooks(stop))
         except BudgetExceeded as error:
@@ -136,7 +136,7 @@ class _Records:
     def memory_line(self, step: int) -> None:
         """Write what the bytes were since the last line; the timeline only when its peak is the largest so far."""
         memory = self._job.engine.ledger.end_step()
-        record = memory.to_dict() | {"step": step}
+        record = memory.to_dict() | {"step": step, "baseline_bytes": self._meter.baseline_bytes}
         if memory.peak_bytes <= self._largest_bytes:
             del record["timeline"]
         self._largest_bytes = max(self._largest_bytes, memory.peak_bytes)

@@ -1,0 +1,109 @@
+"""The small verbs: help without torch, generate, eval, data stats, doctor, demo's own arithmetic."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from planish.cli import demo
+from planish.cli.main import VERBS, main
+from planish.errors import VerificationFailed
+
+
+def test_help_names_every_verb_and_imports_no_torch():
+    code = "import sys; from planish.cli.main import main; main(['--help']); print('torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert all(f"  {verb} " in said for verb in VERBS)
+    assert said.endswith("False\n")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(verb, capsys):
+    assert main([verb, "--help"]) == 0
+    assert f"usage: planish {verb}" in capsys.readouterr().out
+
+
+def test_train_help_lists_every_setting(capsys):
+    main(["train", "--help"])
+    said = capsys.readouterr().out
+    for name in ("--model.from", "--data.context", "--train.global_tokens", "--memory.budget", "--save.keep"):
+        assert name in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], ""),
+        (["trian"], "did you mean `train`?"),
+        (["demo", "vocabulary"], "did you mean `vocab`?"),
+        (["data", "stats", "nowhere.txt"], "nowhere.txt"),
+        (["generate", "nowhere", "--prompt", "x"], "neither a folder nor a built-in model"),
+    ],
+)
+def test_usage_errors_end_with_2(words, said, capsys):
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_generate_continues_as_transformers_does(model_folder, tiny_tokenizer, capsys):
+    folder = model_folder()
+    assert main(["generate", str(folder), "--prompt", "The lady", "--max-tokens", "8", "--dtype", "fp32"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = tiny_tokenizer("The lady", return_tensors="pt").input_ids
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    assert capsys.readouterr().out == tiny_tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+
+
+@pytest.mark.parametrize("flags", [["--max-tokens", "0"], ["--temperature", "-1"], ["--chat"], ["--prompt", ""]])
+def test_generate_refuses(model_folder, flags):
+    assert main(["generate", str(model_folder()), "--prompt", "x", *flags]) == 2
+
+
+def test_eval_is_the_mean_loss_and_its_bits_per_byte(model_folder, tiny_tokenizer, tmp_path, capsys):
+    folder, text = model_folder(), "It was a fine morning, and nobody had come."
+    (tmp_path / "held.txt").write_text(text)
+    words = ["eval", str(folder), str(tmp_path / "held.txt"), "--context", "200", "--dtype", "fp32", "--json"]
+    assert main(words) == 0
+    report = json.loads(capsys.readouterr().out)
+    ids = torch.tensor([[*tiny_tokenizer(text).input_ids, tiny_tokenizer.eos_token_id]])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    total = model(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+    assert report["num_valid"] == ids.shape[1] - 1
+    assert report["loss"] == pytest.approx(total / report["num_valid"], rel=1e-5)
+    assert report["bits_per_byte"] == pytest.approx(total / math.log(2) / len(text), rel=0.05)
+    assert main([*words, "--memory", "8KiB"]) == 4
+
+
+def test_data_stats_counts(model_folder, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("one two three")
+    (tmp_path / "b.txt").write_text("")
+    assert main(["data", "stats", str(tmp_path), "--tokenizer", str(model_folder()), "--context", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 0.0 KiB together, 1 empty ones left out" in said
+    assert "packed; 1 documents are longer" in said
+
+
+def test_doctor_says_what_is_here(capsys):
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert torch.__version__ in said
+    assert "glibc" in said
+
+
+def test_demo_fails_when_losses_differ():
+    outcome = demo.Outcome(losses=(1.0,), peak_bytes=2, peak_phase="backward", seconds=1.0)
+    other = demo.Outcome(losses=(1.01,), peak_bytes=1, peak_phase="backward", seconds=1.0)
+    demo._compare(outcome, outcome)
+    with pytest.raises(VerificationFailed, match=r"losses differ by 1\.0e-02"):
+        demo._compare(outcome, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peak", ["attention", "vocab", "boundary"])
+def test_demo_shows_one_peak(peak, capsys):
+    assert main(["demo", peak]) == 0
+    assert "less; losses differ by" in capsys.readouterr().out
