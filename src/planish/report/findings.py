@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from statistics import median
 
-from planish.report.record import PhasePeak, RunRecord, Series
+from planish.report.record import Holder, PhasePeak, RunRecord, Series
 from planish.units import format_bytes
 
 
@@ -101,6 +101,13 @@ def moment(peak: PhasePeak) -> str:
     if peak.step == 0:
         return f"{peak.phase} before the first step"
     return f"{peak.phase} {'after' if peak.phase in ('eval', 'save', 'resume') else 'of'} step {peak.step:,}"
+
+
+def describe_tensors(holder: Holder) -> str:
+    """Return how many tensors of which shape and dtype a holder has."""
+    times = f"{holder.count:,} × " if holder.count > 1 else ""
+    shape = " × ".join(f"{size:,}" for size in holder.shape)
+    return f"{times}[{shape}] {holder.dtype}"
 
 
 def main_numbers(record: RunRecord) -> list[tuple[str, str, str]]:

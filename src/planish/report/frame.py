@@ -32,17 +32,9 @@ def category_kind(category: str) -> str:
     return f"c{CATEGORIES.index(category if category in CATEGORIES else 'other')}"
 
 
-def in_category_order(categories: Iterable[str]) -> list[str]:
-    """Return `categories` in the order in which all charts stack them, unknown ones last."""
-    return sorted(
-        categories, key=lambda name: (CATEGORIES.index(name) if name in CATEGORIES else len(CATEGORIES), name)
-    )
-
-
 def legend(categories: Iterable[str]) -> Markup:
-    """Return the colours of `categories` with their names."""
+    """Return the colours of `categories` with their names, in their order."""
     items = [
-        element("li", {}, element("span", {"class": f"swatch {category_kind(name)}"}), name)
-        for name in in_category_order(categories)
+        element("li", {}, element("span", {"class": f"swatch {category_kind(name)}"}), name) for name in categories
     ]
     return element("ul", {"class": "legend"}, *items)

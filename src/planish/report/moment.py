@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from planish.report.axis import Axis
-from planish.report.frame import bottom_axis, category_kind, grid, in_category_order
-from planish.report.record import PhasePeak, Point, RunRecord
+from planish.report.frame import bottom_axis, category_kind, grid
+from planish.report.record import PhasePeak, Point, RunRecord, used_categories
 from planish.report.svg import Markup, drawing, element, label, line, rect, spread, text_width
 from planish.units import format_bytes
 
@@ -127,7 +127,7 @@ def _peak_label(peak: PhasePeak, timeline: tuple[Point, ...], x: Axis, y: Axis) 
 def _column(peak: PhasePeak, y: Axis) -> Iterator[Markup]:
     """Yield the peak's bytes as a column of categories on the same scale, each that can be seen named at its side."""
     seen_bytes = (y.high - y.low) / (y.start - y.end) / 2
-    names = [name for name in in_category_order(peak.categories) if peak.categories[name] >= seen_bytes]
+    names = [name for name in used_categories([peak]) if peak.categories[name] >= seen_bytes]
     below, centres = 0, []
     for name in names:
         size = peak.categories[name]

@@ -10,7 +10,7 @@ from planish.report.curves import Curve, Level, draw_curves
 from planish.report.frame import legend
 from planish.report.moment import draw_moment
 from planish.report.phases import draw_phases
-from planish.report.record import PhasePeak, RunRecord
+from planish.report.record import PhasePeak, RunRecord, used_categories
 from planish.report.style import STYLE
 from planish.report.svg import Markup, element
 from planish.report.tables import categories_table, facts_list, holders_table, tiles
@@ -57,11 +57,8 @@ def _header(record: RunRecord) -> Iterator[Markup]:
             parts.append(element("pre", {}, table.strip("\n")))
         yield element("div", {"class": "alarm", "role": "alert"}, *parts)
     yield tiles(findings.main_numbers(record))
-    lists = [
-        facts_list("Settings", findings.main_settings(record)),
-        facts_list("Plan: a method for each peak", findings.plan_rows(record)),
-    ]
-    yield element("div", {"class": "lists"}, *lists)
+    lists = [("Settings", findings.main_settings(record)), ("Plan: a method for each peak", findings.plan_rows(record))]
+    yield element("div", {"class": "lists"}, *(facts_list(title, rows) for title, rows in lists if rows))
 
 
 def _sections(record: RunRecord) -> Iterator[Markup]:
@@ -84,8 +81,7 @@ def _moment(record: RunRecord, peak: PhasePeak) -> Markup:
 
 
 def _phases(record: RunRecord) -> Markup:
-    used = {name for each in record.phases.values() for name, size in each.categories.items() if size}
-    used |= {name for each in (record.predicted or {}).values() for name, size in each.categories.items() if size}
+    used = used_categories([*record.phases.values(), *(record.predicted or {}).values()])
     title, said = findings.prediction_finding(record), "The thin bar below each is what the plan predicted."
     if record.predicted is None and record.peak is not None:
         title, said = findings.holder_finding(record.peak), f"{title}."

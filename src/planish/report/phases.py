@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from planish.report.axis import Axis
-from planish.report.frame import bottom_axis, category_kind, in_category_order
-from planish.report.record import PHASES, RunRecord
+from planish.report.frame import bottom_axis, category_kind
+from planish.report.record import PHASES, PhasePeak, Predicted, RunRecord, used_categories
 from planish.report.svg import Markup, drawing, label, line, rect
 from planish.units import format_bytes
 
@@ -37,27 +37,26 @@ def _rows(record: RunRecord, phase: str, x: Axis, top: float) -> Iterator[Markup
     measured, predicted = record.phases.get(phase), (record.predicted or {}).get(phase)
     yield label(_LEFT - 10, top + 15, phase, kind="phase", anchor="end")
     if measured is not None:
-        yield from _bar(measured.categories, measured.peak_bytes, x, top, _MEASURED, kind="part", what="measured")
+        yield from _bar(measured, x, top, _MEASURED)
+        yield label(x.at(measured.peak_bytes) + 8, top + 14, format_bytes(measured.peak_bytes), kind="value")
     else:
         yield label(_LEFT + 6, top + 15, "not measured", kind="tick")
     if predicted is not None:
         below = top + _MEASURED + 2
-        kind = "part predicted"
-        yield from _bar(predicted.categories, predicted.peak_bytes, x, below, _PREDICTED, kind=kind, what="predicted")
+        yield from _bar(predicted, x, below, _PREDICTED)
+        said = f"predicted {format_bytes(predicted.peak_bytes)}"
+        yield label(x.at(predicted.peak_bytes) + 8, below + 9, said, kind="tick")
 
 
-def _bar(
-    categories: dict[str, int], total_bytes: int, x: Axis, top: float, height: float, *, kind: str, what: str
-) -> Iterator[Markup]:
-    """Yield one bar, its bytes at its end; bytes that no category claims are drawn as "other"."""
-    sizes = dict(categories)
-    sizes["other"] = sizes.get("other", 0) + max(0, total_bytes - sum(categories.values()))
-    so_far = 0
-    for name in in_category_order(sizes):
-        start, end = x.at(so_far), x.at(so_far + sizes[name])
-        if end > start:
-            hint = f"{what}, {name}: {format_bytes(sizes[name])}"
-            yield rect(start, top, end - start, height, kind=f"{kind} {category_kind(name)}", hint=hint)
-        so_far += sizes[name]
-    text = format_bytes(total_bytes) if what == "measured" else f"{what} {format_bytes(total_bytes)}"
-    yield label(x.at(total_bytes) + 8, top + height / 2 + 4, text, kind="value" if what == "measured" else "tick")
+def _bar(moment: PhasePeak | Predicted, x: Axis, top: float, height: float) -> Iterator[Markup]:
+    """Yield one bar of categories; bytes that none of them claims are left blank."""
+    what, kind = ("predicted", "part predicted") if isinstance(moment, Predicted) else ("measured", "part")
+    start = x.at(0)
+    for name in used_categories([moment]):
+        size = moment.categories[name]
+        width = x.at(size) - x.at(0)
+        hint = f"{what}, {name}: {format_bytes(size)}"
+        yield rect(start, top, width, height, kind=f"{kind} {category_kind(name)}", hint=hint)
+        start += width
+    if moment.peak_bytes > sum(moment.categories.values()):
+        yield rect(start, top, x.at(moment.peak_bytes) - start, height, kind="unclaimed", hint=what)

@@ -1,6 +1,6 @@
 """A run as data: what its folder says about settings, metrics and memory."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,12 @@ class RunRecord:
         """The steps that were asked for."""
         steps = self.setting("train", "steps")
         return steps if isinstance(steps, int) else None
+
+
+def used_categories(moments: Iterable[PhasePeak | Predicted]) -> list[str]:
+    """Return the categories with bytes at any of `moments`, in the order in which everything lists and stacks them."""
+    used = {name for each in moments for name, size in each.categories.items() if size > 0}
+    return [*(name for name in CATEGORIES if name in used), *sorted(used.difference(CATEGORIES))]
 
 
 def is_number(value: Any) -> bool:

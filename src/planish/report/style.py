@@ -89,6 +89,7 @@ svg .halo { paint-order: stroke; stroke: var(--halo); stroke-width: 4px; stroke-
 svg .value { font-variant-numeric: tabular-nums; }
 svg .part { stroke: var(--page); stroke-width: 0.75; }
 svg .predicted { fill-opacity: 0.6; }
+svg .unclaimed { fill: var(--card); }
 svg .train, svg .held-out, svg .process { stroke-width: 1.75; stroke-linejoin: round; }
 svg .train { stroke: var(--train); } svg .train-name, svg .train.dot, svg .train.band { fill: var(--train); }
 svg .held-out { stroke: var(--held-out); stroke-dasharray: 5 3; }

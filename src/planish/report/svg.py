@@ -1,6 +1,6 @@
 """Markup as text: elements whose attributes and plain text are escaped, for SVG and HTML alike."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from html import escape
 
 _CHARACTER_EM = 0.6
@@ -17,11 +17,6 @@ def element(name: str, attributes: Mapping[str, str | float], *children: str) ->
     words = "".join(f' {key}="{_attribute(value)}"' for key, value in attributes.items())
     inside = "".join(child if isinstance(child, Markup) else escape(child, quote=False) for child in children)
     return Markup(f"<{name}{words}>{inside}</{name}>")
-
-
-def join(parts: Iterable[Markup]) -> Markup:
-    """Return the parts one after the other."""
-    return Markup("".join(parts))
 
 
 def label(x: float, y: float, text: str, *, kind: str = "", anchor: str = "start") -> Markup:

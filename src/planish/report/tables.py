@@ -1,7 +1,8 @@
 """The page's tables and lists."""
 
-from planish.report.frame import category_kind, in_category_order
-from planish.report.record import Holder, PhasePeak, RunRecord
+from planish.report.findings import describe_tensors
+from planish.report.frame import category_kind
+from planish.report.record import PhasePeak, RunRecord, used_categories
 from planish.report.svg import Markup, element
 from planish.units import format_bytes
 
@@ -26,33 +27,29 @@ def facts_list(title: str, rows: list[Row]) -> Markup:
 def holders_table(peak: PhasePeak) -> Markup:
     """Return who held the bytes of a peak, largest first, the small ones together at the end."""
     head = element("tr", {}, *_heads(["owner", "category", "tensors"], ["bytes", "share"]), element("th", {}))
-    rows = [_holder_row(holder, peak.peak_bytes) for holder in peak.holders]
-    rest = peak.peak_bytes - sum(holder.total_bytes for holder in peak.holders)
-    if rest > 0:
-        others = Holder(owner="", category="other", shape=(), dtype="", count=0, total_bytes=rest)
-        rows.append(_holder_row(others, peak.peak_bytes))
+    rows = [
+        _holder_row(
+            element("code", {}, holder.owner) if holder.owner else "(no module)",
+            holder.category,
+            describe_tensors(holder),
+            holder.total_bytes,
+            peak.peak_bytes,
+        )
+        for holder in peak.holders
+    ]
+    rest_bytes = peak.peak_bytes - sum(holder.total_bytes for holder in peak.holders)
+    if rest_bytes > 0:
+        rows.append(_holder_row("all others", "", "", rest_bytes, peak.peak_bytes))
     return _table(head, rows)
-
-
-def describe_tensors(holder: Holder) -> str:
-    """Return how many tensors of which shape and dtype a holder has."""
-    times = f"{holder.count} × " if holder.count > 1 else ""
-    shape = " × ".join(f"{size:,}" for size in holder.shape) or "scalar"
-    return f"{times}[{shape}] {holder.dtype}"
 
 
 def categories_table(record: RunRecord) -> Markup:
     """Return the bytes of each phase's peak by category, and what was predicted."""
     phases = list(record.phases.values())
-    names = in_category_order({name for each in phases for name, size in each.categories.items() if size})
-    rows = [
-        _row(
-            name,
-            [format_bytes(each.categories[name]) if each.categories.get(name) else "" for each in phases],
-            swatch=name,
-        )
-        for name in names
-    ]
+    rows = []
+    for name in used_categories(phases):
+        sizes = [each.categories.get(name, 0) for each in phases]
+        rows.append(_row(name, [format_bytes(size) if size else "" for size in sizes], swatch=name))
     rows.append(_row("measured", [format_bytes(each.peak_bytes) for each in phases], kind="total"))
     if record.predicted is not None:
         expected = [record.predicted.get(each.phase) for each in phases]
@@ -61,19 +58,17 @@ def categories_table(record: RunRecord) -> Markup:
     return _table(element("tr", {}, *_heads(["phase"], [each.phase for each in phases])), rows)
 
 
-def _holder_row(holder: Holder, peak_bytes: int) -> Markup:
-    share, kind = holder.total_bytes / peak_bytes, category_kind(holder.category)
-    bar = element("i", {"class": kind, "style": f"width:{share:.1%}"})
-    named = element("code", {}, holder.owner) if holder.owner else "all others" if not holder.count else "(no module)"
-    about = [_swatch(holder.category), holder.category] if holder.count else []
+def _holder_row(owner: str, category: str, tensors: str, size_bytes: int, peak_bytes: int) -> Markup:
+    share = f"{size_bytes / peak_bytes:.1%}"
+    bar = element("i", {"class": category_kind(category), "style": f"width:{share}"})
     return element(
         "tr",
         {},
-        element("td", {}, named),
-        element("td", {}, *about),
-        element("td", {}, describe_tensors(holder) if holder.count else ""),
-        element("td", {"class": "n"}, format_bytes(holder.total_bytes)),
-        element("td", {"class": "n"}, f"{share:.1%}"),
+        element("td", {}, owner),
+        element("td", {}, *([_swatch(category), category] if category else [])),
+        element("td", {}, tensors),
+        element("td", {"class": "n"}, format_bytes(size_bytes)),
+        element("td", {"class": "n"}, share),
         element("td", {"class": "share"}, bar),
     )
 

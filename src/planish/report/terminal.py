@@ -7,9 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planish.report import findings
-from planish.report.frame import in_category_order
-from planish.report.record import PhasePeak, RunRecord
-from planish.report.tables import describe_tensors
+from planish.report.record import PhasePeak, RunRecord, used_categories
 from planish.units import format_bytes
 
 _PLAIN_WIDTH = 200
@@ -44,7 +42,9 @@ def _holders(peak: PhasePeak) -> Table:
     for holder in peak.holders:
         share = f"{holder.total_bytes / peak.peak_bytes:.1%}"
         owner = Text(holder.owner or "(no module)")
-        table.add_row(owner, holder.category, Text(describe_tensors(holder)), format_bytes(holder.total_bytes), share)
+        table.add_row(
+            owner, holder.category, Text(findings.describe_tensors(holder)), format_bytes(holder.total_bytes), share
+        )
     rest = peak.peak_bytes - sum(holder.total_bytes for holder in peak.holders)
     if rest > 0:
         table.add_row("all others", "", "", format_bytes(rest), f"{rest / peak.peak_bytes:.1%}")
@@ -55,7 +55,7 @@ def _phases(record: RunRecord) -> Table:
     """Return the bytes of each phase's worst moment by category, in GiB."""
     phases = list(record.phases.values())
     table = _table(["GiB"], [each.phase for each in phases])
-    for name in in_category_order({name for each in phases for name, size in each.categories.items() if size}):
+    for name in used_categories(phases):
         table.add_row(name, *(_gib(each.categories.get(name, 0)) for each in phases))
     table.add_row("measured", *(_gib(each.peak_bytes) for each in phases), style="bold")
     if record.predicted is not None:
