@@ -97,7 +97,7 @@ def test_watching_is_undone(tiny_run):
     with pytest.raises(KeyError), ledger, ledger.watch(run.model, head=run.head):
         raise KeyError
     for module in run.model.modules():
-        assert not (module._forward_hooks or module._forward_pre_hooks or module._forward_hooks_always_called)
+        assert not {**module._forward_hooks, **module._forward_pre_hooks, **module._forward_hooks_always_called}
     assert not any(each._post_accumulate_grad_hooks for each in run.model.parameters())
 
 
@@ -185,6 +185,29 @@ def test_functions_between_modules_belong_to_the_module_around_them(model, early
     assert owners["backward", "cos"] == ["block"]
     # Without early stop nothing says when recomputation ends: the node that asked for it goes on under what is around.
     assert owners["backward", "tanh_backward"] == ["block" if early_stop else "Around"]
+
+
+def test_each_backward_begins_with_the_loss(tiny_run):
+    run = tiny_run()
+    with SpyLedger() as ledger, ledger.watch(run.model, head=run.head):
+        for _ in range(2):
+            run.step(ledger)
+    first = [owner for _, name, _, owner, _ in ledger.births if name == "nll_loss_backward"]
+    assert first == ["loss", "loss"]
+
+
+def test_what_other_hooks_of_a_module_make_is_the_modules():
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].register_forward_pre_hook(lambda module, args: args[0].sin())
+    model[0].register_forward_hook(lambda module, args, output: output.cos())
+    with SpyLedger() as ledger, ledger.watch(model):
+        model(torch.randn(4, 8))
+    assert [(name, owner) for _, name, _, owner, _ in ledger.births] == [
+        ("randn", "init"),
+        ("sin", "0"),
+        ("addmm", "0"),
+        ("cos", "0"),
+    ]
 
 
 def test_a_forward_that_fails_leaves_the_owners_in_order():

@@ -23,10 +23,11 @@ DEFAULT_CATEGORIES = {
     "save": "staging",
     "resume": "staging",
 }
+NEED_NOTHING = ["new", "listed", "foreach", "foreign"]
 SIZE = st.integers(0, 40)
 WHICH = st.integers(0, 10**6)
 ACTION = st.one_of(
-    st.tuples(st.sampled_from(["new", "listed", "foreach", "foreign"]), SIZE),
+    st.tuples(st.sampled_from(NEED_NOTHING), SIZE),
     st.tuples(st.sampled_from(["double", "view", "split", "in place", "replace", "empty and refill"]), WHICH),
     st.tuples(st.sampled_from(["drop", "drop all views"]), WHICH),
     st.tuples(st.sampled_from(["out", "set"]), WHICH, WHICH),
@@ -55,6 +56,9 @@ class Count:
     lives: dict = field(default_factory=dict)
     worst: dict = field(default_factory=dict)
 
+    def pick(self, index):
+        return self.pool[index % len(self.pool)]
+
     def look(self, *also):
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*self.pool, *also)}
         self.foreign &= set(storages)
@@ -79,12 +83,8 @@ def by_category(lives):
     return sums
 
 
-def perform(count, action):  # noqa: C901, one case an action
-    """Do `action` and return the tensors it made; what it drops on the way is looked at first."""
-    pool = count.pool
-    if action[0] not in {"new", "listed", "foreach", "foreign"} and not pool:
-        return []
-    pick = [pool[each % len(pool)] for each in action[1:3] if pool and isinstance(each, int)]
+def make(count, action):
+    """Return the tensors that `action` makes; what it drops on the way is looked at first."""
     match action:
         case "new", size:
             return [torch.ones(size)]
@@ -100,48 +100,58 @@ def perform(count, action):  # noqa: C901, one case an action
                 made = torch.ones(size)
             count.foreign.add(made.untyped_storage()._cdata)
             return [made]
-        case "double", _:
-            return [pick[0] * 2]
-        case "view", _:
-            return [pick[0][1:]]
-        case "split", _:
-            return list(pick[0].split(3))
-        case "in place", _:
-            pick[0].mul_(2)
-        case "replace", i:
-            made = pick.pop() + 1
-            count.look(made)
-            pool[i % len(pool)] = made
-        case "empty and refill", _:
-            storage = pick[0].untyped_storage()
+        case "double", i:
+            return [count.pick(i) * 2]
+        case "view", i:
+            return [count.pick(i)[1:]]
+        case "split", i:
+            return list(count.pick(i).split(3))
+    return []
+
+
+def change(count, action):
+    """Do what `action` does to the tensors that are there."""
+    match action:
+        case "in place", i:
+            count.pick(i).mul_(2)
+        case "out", i, j:
+            source, out = count.pick(i), count.pick(j)
+            apart = source.untyped_storage()._cdata != out.untyped_storage()._cdata
+            if apart and (source.shape == out.shape or not out.numel()):
+                torch.mul(source, 2, out=out)
+        case "set", i, j:
+            count.pick(i).set_(count.pick(j))
+        case "resize", i, size:
+            count.pick(i).resize_(size)
+        case "grow", i, size:
+            storage = count.pick(i).untyped_storage()
+            storage.resize_(storage.nbytes() + 4 * size)
+        case "empty and refill", i:
+            storage = count.pick(i).untyped_storage()
             nbytes = storage.nbytes()
             storage.resize_(0)
             count.look()
             storage.resize_(nbytes)
-        case "grow", _, size:
-            storage = pick[0].untyped_storage()
-            storage.resize_(storage.nbytes() + 4 * size)
+        case "adopt", i, category:
+            storage = count.pick(i).untyped_storage()
+            count.foreign.discard(storage._cdata)
+            count.ledger.adopt(count.pick(i), category)
+            count.lives.setdefault(storage._cdata, Life(storage.nbytes(), category)).category = category
+
+
+def drop(count, action):
+    """Let go of the tensors that `action` names."""
+    pool = count.pool
+    match action:
         case "drop", i:
             del pool[i % len(pool)]
-        case "drop all views", _:
-            key = pick.pop().untyped_storage()._cdata
+        case "drop all views", i:
+            key = count.pick(i).untyped_storage()._cdata
             pool[:] = [each for each in pool if each.untyped_storage()._cdata != key]
-        case "out", _, _:
-            source, out = pick
-            apart = source.untyped_storage()._cdata != out.untyped_storage()._cdata
-            if apart and (source.shape == out.shape or not out.numel()):
-                torch.mul(source, 2, out=out)
-        case "set", _, _:
-            pick[0].set_(pick[1])
-        case "resize", _, size:
-            pick[0].resize_(size)
-        case "adopt", _, category:
-            key = pick[0].untyped_storage()._cdata
-            count.foreign.discard(key)
-            count.ledger.adopt(pick[0], category)
-            nbytes = pick[0].untyped_storage().nbytes()
-            count.lives.setdefault(key, Life(nbytes, category)).category = category
-    return []
+        case "replace", i:
+            made = count.pick(i) + 1
+            count.look(made)
+            pool[i % len(pool)] = made
 
 
 @pytest.mark.parametrize("prune_at", [1, 4096])
@@ -156,11 +166,15 @@ def test_the_ledger_counts_what_is_in_reach(prune_at, program):
             with ledger.phase(phase), ledger.category(category) if category else contextlib.nullcontext():
                 count.category = category
                 count.look()
-                made = perform(count, action)
-                count.look(*made)
-                count.pool += made
-                del made
-                count.look()
+                if count.pool or action[0] in NEED_NOTHING:
+                    made = make(count, action)
+                    count.look(*made)
+                    count.pool += made
+                    del made
+                    change(count, action)
+                    count.look()
+                    drop(count, action)
+                    count.look()
         memory = ledger.end_step()
     assert ledger.peak_bytes == {phase: live_bytes for phase, (live_bytes, _) in count.worst.items()}
     for phase, (live_bytes, lives) in count.worst.items():
