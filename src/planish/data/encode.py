@@ -14,10 +14,10 @@ from planish.errors import UsageError
 LossOn = Literal["all", "assistant"]
 
 PART_CHARACTERS = 2**15
-_WORD_ENDS_LINE = re.compile(r"(?<=[^\W_])(?=\n)")
+_BEFORE_SPACE = re.compile(r"(?<=\S)(?= [^\W_])|(?<=[^\W_])(?=\n)")
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# What a tokenizer that never joins a word to the line end after it tokenises alike, together and one by one.
-_PROBES = (("one", "\nTwo"), ("x1", "\n\n  }"), ("é", "\n\t日本"), ("a b", "\n \n1"))
+# What a tokenizer that never joins what stands before and after a space tokenises alike, together and one by one.
+_PROBES = (("one", "\nTwo"), ("x1", "\n\n  }"), ("é", "\n\t日本"), ("of", " the"), ("(12,", " 345"), (".", " A"))
 
 
 class Tokenizer(Protocol):
@@ -47,9 +47,9 @@ class Encoder:
     no token at all. A conversation is exactly what the chat template makes of it. Ids of a token file stay as they are.
 
     Memory: the tokens of the document, and a tokenizer's 200 to 400 bytes for each token of one part: a text is
-    tokenised in parts of about `PART_CHARACTERS` that are cut where a word ends a line.
-    Exactness: equal to tokenising the whole text at once, for tokenizers that never join a word to the line end after
-    it (byte-level BPE does not); a tokenizer that does is found out when it is given, and then gets each text whole.
+    tokenised in parts of about `PART_CHARACTERS` that are cut before a space.
+    Exactness: equal to tokenising the whole text at once, for tokenizers that never join what stands before a space
+    and after it (byte-level BPE does not); one that does is found out when it is given, and then gets each text whole.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, loss_on: LossOn = "all", count_bytes: bool = False) -> None:
@@ -83,7 +83,7 @@ class Encoder:
         self.vocab_size = len(tokenizer)
         self.eos_id = tokenizer.eos_token_id
         self.pad_id = next(each for each in (tokenizer.pad_token_id, self.eos_id, 0) if each is not None)
-        self._cuts_lines = all(self._ids(a + b) == self._ids(a) + self._ids(b) for a, b in _PROBES)
+        self._cuts_before_space = all(self._ids(a + b) == self._ids(a) + self._ids(b) for a, b in _PROBES)
 
     def check(self, document: Document) -> None:
         """Refuse what can be refused without tokenising.
@@ -139,7 +139,7 @@ class Encoder:
     def _parts(self, text: str) -> Iterator[str]:
         start = 0
         while start < len(text):
-            found = _WORD_ENDS_LINE.search(text, start + PART_CHARACTERS) if self._cuts_lines else None
+            found = _BEFORE_SPACE.search(text, start + PART_CHARACTERS) if self._cuts_before_space else None
             stop = found.start() if found else len(text)
             yield text[start:stop]
             start = stop

@@ -21,7 +21,7 @@ class TextFile:
 
     A byte-order mark is stripped and CRLF becomes LF, so a text gives the same tokens whichever editor wrote it.
 
-    Memory: one unit; a line longer than a unit is cut between two characters.
+    Memory: two units at most; a line longer than a unit is cut between two characters.
     """
 
     path: Path
@@ -172,7 +172,7 @@ def _is_blank(line: bytes) -> bool:
     return not line.removeprefix(_BOM).strip()
 
 
-def _line_start(file: BinaryIO, at: int, limit: int | None = None) -> int:
+def _line_start(file: BinaryIO, at: int, limit: int = -1) -> int:
     """Return where the first line that begins at byte `at` or later begins.
 
     With `limit`, a line that goes on for that many bytes is cut: the first character at `at` or later is returned.
@@ -180,17 +180,14 @@ def _line_start(file: BinaryIO, at: int, limit: int | None = None) -> int:
     if at == 0:
         return 0
     file.seek(at - 1)
-    while piece := file.readline(2**20):
-        if piece.endswith(b"\n"):
-            break
-        if limit is not None and file.tell() >= at + limit:
-            return _character_start(file, at)
-    return file.tell()
+    line = file.readline(limit)
+    return _character_start(file, at) if len(line) == limit and not line.endswith(b"\n") else file.tell()
 
 
 def _character_start(file: BinaryIO, at: int) -> int:
     file.seek(at)
-    return at + next((index for index, byte in enumerate(file.read(4)) if byte & 0xC0 != 0x80), 0)
+    ahead = file.read(4)
+    return at + next((index for index, byte in enumerate(ahead) if byte & 0xC0 != 0x80), len(ahead))
 
 
 def _read(file: BinaryIO, start: int, stop: int) -> bytes:

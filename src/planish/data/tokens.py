@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
@@ -23,8 +24,8 @@ class TokenFile:
     The dtype is what the sidecar `NAME.bin.json` says (`{"dtype": "uint32"}`); without one it is uint16 when the
     tokenizer knows at most 65,536 ids, else uint32.
 
-    Memory: nothing but the pages that are read. A document longer than `UNIT_TOKENS` may be cut, and without any
-    `eos_id` each `UNIT_TOKENS` are a document.
+    Memory: nothing but the pages that are read. A document longer than `UNIT_TOKENS` may be cut there, as is a file
+    without any `eos_id`.
     """
 
     path: Path
@@ -67,10 +68,8 @@ class TokenFile:
         ids = self._ids()
         start, stop = self._boundary(ids, unit), self._boundary(ids, unit + 1)
         ends = [start + int(end) + 1 for end in np.flatnonzero(ids[start:stop] == self.eos_id)]
-        if not ends or ends[-1] < stop:
-            ends.append(stop)
-        starts = [start, *ends[:-1]]
-        yield [Document(content=ids[a:b], file=self, at=a) for a, b in zip(starts, ends, strict=True)]
+        bounds = [start, *ends, stop]
+        yield [Document(content=ids[a:b], file=self, at=a) for a, b in pairwise(bounds) if a < b]
 
     def where(self, at: int) -> str:
         """Return the file and the byte where token `at` begins."""
@@ -81,12 +80,15 @@ class TokenFile:
             return np.memmap(file, dtype=self.dtype, mode="r", shape=(self.size_bytes // self.dtype.itemsize,))
 
     def _boundary(self, ids: np.ndarray, unit: int) -> int:
-        """Return where a unit begins: after the first end of a document near its nominal start, or there."""
+        """Return where a unit begins: where the first document at its nominal start or later does, if that is near."""
         at = unit * UNIT_TOKENS
-        if at == 0 or at >= len(ids):
-            return min(at, len(ids))
-        ends = np.flatnonzero(ids[at - 1 : at - 1 + UNIT_TOKENS] == self.eos_id)
-        return at + int(ends[0]) if len(ends) else at
+        if at == 0:
+            return 0
+        ahead = ids[at - 1 : at - 1 + UNIT_TOKENS]
+        ends = np.flatnonzero(ahead == self.eos_id)
+        if len(ends):
+            return at + int(ends[0])
+        return at if len(ahead) == UNIT_TOKENS else len(ids)
 
 
 def _sidecar(path: Path) -> Path:
