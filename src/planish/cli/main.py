@@ -1,6 +1,7 @@
 """The `planish` command: a verb and its arguments in, an exit code out; only the verb that runs is imported."""
 
 import importlib
+import os
 import sys
 import traceback
 
@@ -23,6 +24,7 @@ VERBS = {
 def main(argv: list[str] | None = None) -> int:
     """Run the verb that `argv` names and return the process's exit code."""
     words = sys.argv[1:] if argv is None else argv
+    _wait_without_spinning()
     try:
         return _dispatch(words)
     except PlanishError as error:
@@ -37,6 +39,15 @@ def main(argv: list[str] | None = None) -> int:
         traceback.print_exc()
         sys.stderr.write("planish: this is a fault of planish, please report it with the lines above.\n")
         return 1
+
+
+def _wait_without_spinning() -> None:
+    """Let OpenMP threads sleep at barriers, unless the user chose otherwise; read once, when torch is imported.
+
+    Spinning threads that lose their core to another process hold all others up: with one of two cores busy, a chain of
+    small products takes 2.5 times as long (docs/log.md).
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251 - the launcher
 
 
 def _dispatch(words: list[str]) -> int:
