@@ -69,41 +69,37 @@ class Action(NamedTuple):
 
 
 class Head(StrEnum):
-    """Where the vocabulary layers live.
+    """Where the vocabulary layers live, with the chain that this puts between a last forward and its backward.
 
-    Barriers stand between the last forward of a microbatch and its first backward; each keeps one more in flight.
+    Attributes:
+        chain: Transfers and passes in turn, beginning with C0. Each barrier after it keeps a microbatch more in flight.
+        barriers: The transfers of the chain after C0.
+        passes: The passes of the chain; in Vocab-2 also T, which follows it and may wait.
     """
 
-    LAST_STAGE = "last-stage"  # embedding on the first stage, head on the last; no vocabulary passes
-    NAIVE = "naive"  # shared by all ranks; barriers for maximum, sum, gradient
-    VOCAB_1 = "vocab-1"  # barriers for statistics, gradient (Algorithm 1)
-    VOCAB_2 = "vocab-2"  # one barrier for both (Algorithm 2)
+    chain: tuple[Kind, ...]
+    barriers: tuple[Kind, ...]
+    passes: tuple[Kind, ...]
+
+    # Embedding on the first stage, head on the last.
+    LAST_STAGE = "last-stage"
+    # Shared by all ranks; barriers for the maximum, the sum, the gradient.
+    NAIVE = "naive", Kind.C0, Kind.S, Kind.C1, Kind.E, Kind.C2, Kind.T, Kind.C3
+    # Barriers for the statistics, the gradient (Algorithm 1).
+    VOCAB_1 = "vocab-1", Kind.C0, Kind.S, Kind.C1, Kind.T, Kind.C2
+    # One barrier for both (Algorithm 2).
+    VOCAB_2 = "vocab-2", Kind.C0, Kind.S, Kind.C1
+
+    def __new__(cls, value: str, *chain: Kind) -> Self:
+        """Return the member called `value`, with what its chain implies."""
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.chain = chain
+        member.barriers = chain[2::2]
+        member.passes = chain[1::2] if Kind.T in chain or not chain else (*chain[1::2], Kind.T)
+        return member
 
     @property
     def shared(self) -> bool:
         """Whether embedding and head are divided over all ranks."""
-        return self is not Head.LAST_STAGE
-
-    @property
-    def chain(self) -> tuple[Kind, ...]:
-        """What runs between the last forward and the first backward of a microbatch, in order."""
-        match self:
-            case Head.LAST_STAGE:
-                return ()
-            case Head.NAIVE:
-                return (Kind.C0, Kind.S, Kind.C1, Kind.E, Kind.C2, Kind.T, Kind.C3)
-            case Head.VOCAB_1:
-                return (Kind.C0, Kind.S, Kind.C1, Kind.T, Kind.C2)
-            case Head.VOCAB_2:
-                return (Kind.C0, Kind.S, Kind.C1)
-
-    @property
-    def passes(self) -> tuple[Kind, ...]:
-        """The passes of the head, in order; Vocab-2's T follows the chain and may wait."""
-        passes = tuple(kind for kind in self.chain if kind in PASSES)
-        return (*passes, Kind.T) if self is Head.VOCAB_2 else passes
-
-    @property
-    def barriers(self) -> tuple[Kind, ...]:
-        """The barriers of the chain, in order."""
-        return tuple(kind for kind in self.chain[1:] if kind in COLLECTIVES)
+        return bool(self.chain)

@@ -120,8 +120,8 @@ def check_sizes(**sizes: int) -> None:
 def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
     """Return what must be done on the same rank before `action` starts (paper section 5.1, figure 8).
 
-    Between ranks, a receive also waits for its send, and a collective for all ranks. IF waits for the rows before it to
-    have left, so that a rank holds the rows of one microbatch at a time, the first stage's those of two.
+    Between ranks, a receive also waits for its send, and a collective for all ranks. IF waits until the
+    rows before the last ones have left, so that a rank holds the rows of two microbatches at most (appendix C).
     """
     stage, kind, i = action
     match kind:
@@ -138,7 +138,7 @@ def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
         case Kind.RECV_F | Kind.RECV_B:
             return ()
         case Kind.IF:
-            return (Action(stage, Kind.CIF, i - 1),) if i else ()
+            return (Action(stage, Kind.CIF, i - 2),) if i >= 2 else ()
         case Kind.IB:
             return (Action(stage, Kind.CIB, i),)
         case Kind.S | Kind.E | Kind.T:
