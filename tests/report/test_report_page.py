@@ -104,6 +104,13 @@ def test_the_column_of_the_peak_is_as_high_as_the_peak(finished):
     assert min(heights) == pytest.approx(top, abs=0.2)
 
 
+def test_a_peak_over_a_budget_that_only_warned_is_said(builder):
+    builder.settings(budget="2GiB").steps(4)
+    text = page_of(builder).text
+    assert "Memory peaked at 2.16 GiB in backward of step 3, 0.16 GiB over the budget" in text
+    assert "inside the budget" not in text
+
+
 def test_a_far_budget_does_not_squash_the_figure(builder):
     builder.settings(budget="64GiB").steps(2)
     assert all("budget" not in " ".join(texts(svg)) for svg in drawings(builder))

@@ -11,6 +11,7 @@ from planish.units import format_bytes
 _WIDTH, _HEIGHT = 900.0, 400.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 614.0, 58.0, 352.0
 _COLUMN, _COLUMN_WIDTH = 640.0, 34.0
+_HEADROOM = 1.15
 _TINTS = {
     "forward": "tint1",
     "head": "tint2",
@@ -27,7 +28,7 @@ def draw_moment(peak: PhasePeak, record: RunRecord) -> Markup:
     """Return the figure: live bytes over time, phases shaded and named, the budget, the peak and who holds it."""
     budget = record.budget_bytes if record.budget_bytes and record.budget_bytes < 2 * peak.peak_bytes else None
     x = Axis.of_seconds(max([peak.at_s, *(at_s for at_s, _, _ in record.timeline)]), _LEFT, _RIGHT)
-    y = Axis.of_bytes(max(peak.peak_bytes, budget or 0), _BOTTOM, _TOP)
+    y = Axis.of_bytes(max(_HEADROOM * peak.peak_bytes, budget or 0), _BOTTOM, _TOP)
     bands = list(phase_bands(record.timeline))
     at_x, at_y = x.at(peak.at_s), y.at(peak.peak_bytes)
     parts = [
@@ -40,7 +41,7 @@ def draw_moment(peak: PhasePeak, record: RunRecord) -> Markup:
         *_column(peak, y),
         *_budget(budget, y, left=at_x > (_LEFT + _RIGHT) / 2),
         element("circle", {"class": "peak", "cx": at_x, "cy": at_y, "r": 5}),
-        *_peak_label(peak, record.timeline, x, y),
+        *_peak_label(peak, record.timeline, x, y, above=budget is None or not 0 <= at_y - y.at(budget) <= 56),
     ]
     described = f"Live tensor bytes over time; the peak is {format_bytes(peak.peak_bytes)} in {peak.phase}."
     return drawing(_WIDTH, _HEIGHT, described, *parts)
@@ -111,17 +112,20 @@ def _budget(budget_bytes: int | None, y: Axis, *, left: bool) -> Iterator[Markup
     yield label(where, height - 6, f"budget {format_bytes(budget_bytes)}", kind="budget-name halo", anchor=anchor)
 
 
-def _peak_label(peak: PhasePeak, timeline: tuple[Point, ...], x: Axis, y: Axis) -> Iterator[Markup]:
-    """Yield what the peak is, under the line of live bytes as far as that runs close below the peak."""
+def _peak_label(peak: PhasePeak, timeline: tuple[Point, ...], x: Axis, y: Axis, *, above: bool) -> Iterator[Markup]:
+    """Yield what the peak is: above it, or under the line of live bytes as far as that runs close below the peak."""
     at_x, at_y = x.at(peak.at_s), y.at(peak.peak_bytes)
     text = f"peak {format_bytes(peak.peak_bytes)}, {peak.phase}"
     anchor, side = ("end", -1) if at_x > (_LEFT + _RIGHT) / 2 else ("start", 1)
-    reach = text_width(text, 13.0) + 10
-    near = [y.at(live) for at_s, live, _ in timeline if 0 <= side * (x.at(at_s) - at_x) <= reach]
-    below = max((height for height in near if height < at_y + 50), default=at_y) + 20
-    yield label(at_x + side * 10, below, text, kind="peak-name halo", anchor=anchor)
+    if above:
+        height = at_y - 26
+    else:
+        reach = text_width(text, 13.0) + 10
+        near = [y.at(live) for at_s, live, _ in timeline if 0 <= side * (x.at(at_s) - at_x) <= reach]
+        height = max((each for each in near if each < at_y + 50), default=at_y) + 20
+    yield label(at_x + side * 10, height, text, kind="peak-name halo", anchor=anchor)
     for holder in peak.holders[:1]:
-        yield label(at_x + side * 10, below + 16, f"most: {holder.owner}", kind="peak-owner halo", anchor=anchor)
+        yield label(at_x + side * 10, height + 16, f"most: {holder.owner}", kind="peak-owner halo", anchor=anchor)
 
 
 def _column(peak: PhasePeak, y: Axis) -> Iterator[Markup]:

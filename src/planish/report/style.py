@@ -50,6 +50,7 @@ section { margin-top: 52px; }
 .alarm p { font-weight: 600; overflow-wrap: anywhere; }
 .alarm pre { margin: 12px 0 0; overflow-x: auto; white-space: pre; }
 pre, code { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace; }
+p code { font-size: 0.92em; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(400px, 100%), 1fr)); gap: 0 36px; }
 .wide { overflow-x: auto; }
 .wide table, .wide svg { min-width: 640px; }
