@@ -1,7 +1,8 @@
-"""What passes and transfers cost: seconds for the simulator, bytes for the counting of memory."""
+"""What passes and transfers take, by stage or by rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Self
 
 from planish.errors import UsageError
@@ -56,16 +57,10 @@ class Costs:
 
         So does Megatron-LM's 1F1B, which does not overlap sends.
         """
-        last = len(stage_ranks) - 1
-        goes_on = {
-            Kind.F: [stage < last and stage_ranks[stage + 1] != rank for stage, rank in enumerate(stage_ranks)],
-            Kind.B: [stage > 0 and stage_ranks[stage - 1] != rank for stage, rank in enumerate(stage_ranks)],
-        }
-        goes_on[Kind.I] = goes_on[Kind.B]
-        passes = {
-            kind: tuple(value + self.send * sends for value, sends in zip(values, goes_on[kind], strict=True))
-            if kind in goes_on
-            else values
-            for kind, values in self.passes.items()
-        }
+        apart = [one != other for one, other in pairwise(stage_ranks)]
+        sends = {Kind.F: [*apart, False], Kind.B: [False, *apart], Kind.I: [False, *apart]}
+        passes = dict(self.passes)
+        for kind in sends.keys() & passes.keys():
+            pairs = zip(passes[kind], sends[kind], strict=True)
+            passes[kind] = tuple(value + self.send * sent for value, sent in pairs)
         return replace(self, passes=passes, send=0.0)

@@ -20,30 +20,28 @@ def interlaced(*, num_ranks: int, num_microbatches: int, costs: Costs) -> Schedu
     References: Vocabulary Parallelism, arXiv 2411.05288, section 6.2 and appendix B.2; nnScaler.
     """
     check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    p, interval = num_ranks, 1.0
+    p = num_ranks
     half = (p - 1) // 2
+    first, second, third = 0.0, 1 / 3, 2 / 3
     cycles = []
     for rank in range(p):
-        first, second = 0.0, interval / 3
-        forward = rank // 2 * interval + (second if rank % 2 else first)
-        backward = (half + p - rank) * interval + (first if rank % 2 else second)
-        head = (half + 2 / 3) * interval
-        early, late = half + 1, p + 1
-        cycles.append(
-            [
-                Repeated(head, rank, Kind.S),
-                Repeated(head, rank, Kind.T),
-                Repeated(head - early * interval, rank, Kind.IF),
-                Repeated(head + late * interval, rank, Kind.IB),
-                Repeated(forward, rank, Kind.F),
-                Repeated(backward, rank, Kind.B),
-            ]
-        )
+        forward = rank // 2 + (second if rank % 2 else first)
+        backward = half + p - rank + (first if rank % 2 else second)
+        head = half + third
+        starts = {
+            Kind.S: head,
+            Kind.T: head,
+            Kind.IF: third - 1,
+            Kind.IB: head + p + 1,
+            Kind.F: forward,
+            Kind.B: backward,
+        }
+        cycles.append([Repeated(start, rank, kind) for kind, start in starts.items()])
     order = Schedule(
         name="interlaced",
         head=Head.VOCAB_1,
         num_microbatches=num_microbatches,
         stage_ranks=tuple(range(p)),
-        ranks=repeat(cycles, interval, num_microbatches),
+        ranks=repeat(cycles, 1, num_microbatches),
     )
     return simulate(order, costs).lower()

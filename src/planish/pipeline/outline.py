@@ -92,10 +92,10 @@ def outline(pipeline: Pipeline, workload: Workload, *, width: int = 120) -> str:
         "",
         "rank  layers  activations alive   busy",
     ]
-    for rank in range(pipeline.ranks):
-        own = [n for n, owner in zip(chosen.layers, chosen.timeline.schedule.stage_ranks, strict=True) if owner == rank]
-        busy = chosen.timeline.busy[rank] / chosen.timeline.makespan
-        lines.append(f"{rank:>4}  {'+'.join(map(str, own)):>6}  {chosen.activations[rank]:>17}  {busy:>4.0%}")
+    owners, makespan = chosen.timeline.schedule.stage_ranks, chosen.timeline.makespan
+    for rank, (alive, busy) in enumerate(zip(chosen.activations, chosen.timeline.busy, strict=True)):
+        own = "+".join(str(n) for n, owner in zip(chosen.layers, owners, strict=True) if owner == rank)
+        lines.append(f"{rank:>4}  {own:>6}  {alive:>17}  {busy / makespan:>4.0%}")
     lines += ["", "schedule     head            step  bubble  activations alive, most and least"]
     lines += [_row(each) for each in (chosen, *_rivals(pipeline, workload))]
     return "\n".join([*lines, "", to_text(chosen.timeline, width=width), ""])

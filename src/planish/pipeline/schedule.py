@@ -1,4 +1,7 @@
-"""Schedules as data: a tuple of actions per rank, what each action waits for, and the text that people edit."""
+"""Schedules as data: a tuple of actions per rank, what each action waits for, and the text that people edit.
+
+"The paper", here and in the rest of the room, is Vocabulary Parallelism, arXiv 2411.05288.
+"""
 
 import re
 from dataclasses import dataclass, replace
@@ -120,8 +123,8 @@ def check_sizes(**sizes: int) -> None:
 def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
     """Return what must be done on the same rank before `action` starts (paper section 5.1, figure 8).
 
-    Between ranks, a receive also waits for its send, and a collective for all ranks. IF waits until the
-    rows before the last ones have left, so that a rank holds the rows of two microbatches at most (appendix C).
+    Between ranks, a receive also waits for its send, and a collective for all ranks. IF waits for the rows before the
+    last ones to have left, so that a rank holds the rows of two microbatches at most (appendix C).
     """
     stage, kind, i = action
     match kind:

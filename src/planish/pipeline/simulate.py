@@ -1,8 +1,8 @@
 """The simulator: a schedule and its costs in, a timeline with makespan and bubble out; and communication put in place.
 
 Passes of a rank run in the order of its list; transfers and collectives start as soon as their data are there and run
-beside the passes, collectives one after another. Events are handled in order of time, so that the order in which they
-start is one global order that all ranks can share.
+beside the passes, collectives one after another. Events are handled in order of time, so that the order in which things
+begin is one global order that all ranks can share.
 """
 
 import heapq
@@ -35,7 +35,7 @@ class Timeline:
 
     Attributes:
         schedule: The passes that ran, in the order in which they ran.
-        spans: Passes, transfers and collectives in order of their start.
+        spans: Passes, transfers and collectives, as they became ready to start.
     """
 
     schedule: Schedule
