@@ -80,6 +80,12 @@ def test_a_conversation_is_what_the_template_makes_of_it(chat_tokenizer):
     assert piece.target.tolist() == [*piece.ids[1:].tolist(), IGNORED]
 
 
+@pytest.mark.parametrize("loss_on", ["all", "assistant"])
+def test_the_line_of_a_good_conversation_is_never_looked_up(chat_tokenizer, loss_on, monkeypatch):
+    monkeypatch.setattr(TextFile, "where", lambda self, at: pytest.fail("counting lines reads the file once more"))
+    Encoder(chat_tokenizer, loss_on=loss_on)(document(CHAT))
+
+
 def test_only_marked_tokens_count_and_bring_their_bytes(chat_tokenizer):
     piece = Encoder(chat_tokenizer, loss_on="assistant", count_bytes=True)(document(CHAT))
     counted = piece.target != IGNORED

@@ -69,7 +69,7 @@ class Encoder:
         if (self._assistant or count_bytes) and not tokenizer.is_fast:
             need = '`data.loss_on = "assistant"`' if self._assistant else "counting bits per byte"
             raise UsageError(f"{need} needs a fast tokenizer (one with a tokenizer.json), this one gives no offsets.")
-        if self._assistant and not _GENERATION_MARK.search(self._template('`data.loss_on = "assistant"`')):
+        if self._assistant and not _GENERATION_MARK.search(self._template()):
             raise UsageError(
                 '`data.loss_on = "assistant"` needs a chat template that marks what the assistant says with '
                 '{% generation %} ... {% endgeneration %}; add the marks to the template or use `data.loss_on = "all"`.'
@@ -94,7 +94,7 @@ class Encoder:
         """
         content = document.content
         if isinstance(content, list):
-            self._template(document.where)
+            self._template(document)
         elif self._assistant:
             raise UsageError(
                 f'{document.where} is no conversation; `data.loss_on = "assistant"` needs .jsonl with `messages`.'
@@ -160,10 +160,11 @@ class Encoder:
         ends = _byte_ends(text, encoding["offset_mapping"]) if self._count_bytes else None
         return _piece(np.array(encoding["input_ids"], dtype=np.int32), counted, ends)
 
-    def _template(self, where: str) -> str:
+    def _template(self, document: Document | None = None) -> str:
         try:
             return self._tokenizer.get_chat_template()
         except ValueError as error:
+            where = document.where if document else '`data.loss_on = "assistant"`'
             raise UsageError(
                 f"{where} needs a chat template and the tokenizer has no default one; add chat_template.jinja to the "
                 "tokenizer's folder, or give `text` instead of `messages`."
