@@ -26,6 +26,7 @@ WIDTHS = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 FAMILIES = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {"sliding_window": 8}),
     "qwen3": ("Qwen3Config", {}),
     "qwen3-moe": ("Qwen3MoeConfig", EXPERTS),
     "gemma2": ("Gemma2Config", {"sliding_window": 8, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}),

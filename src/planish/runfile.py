@@ -15,6 +15,18 @@ from planish.methods import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSection:
+    """The mixture that a dense model becomes: `experts` copies of each feed-forward network, a token uses `top_k`."""
+
+    experts: Count
+    top_k: Count
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.experts:
+            raise ValueError(f"`model.moe.top_k` ({self.top_k}) must not exceed `model.moe.experts` ({self.experts}).")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
     """Which model: exactly one of `from`, `gguf` and `config`.
 
@@ -25,6 +37,7 @@ class ModelSection:
         tokenizer: A folder or built-in model to take the tokenizer from, where the model brings none.
         dtype: "bf16" computes in bf16 with fp32 master weights, "bf16-pure" keeps no master, "fp32" is fp32 throughout.
         rope: Rotary parameters that replace the model's own, for contexts beyond its positions.
+        moe: Turns a dense model into a mixture with the same function, `{experts = 8, top_k = 2}`.
         extend_positions: Raises the model's position limit to `data.context` without changing its rotary parameters.
     """
 
@@ -35,6 +48,7 @@ class ModelSection:
     dtype: Literal["bf16", "bf16-pure", "fp32"] = "bf16"
     rope: dict[str, Any] | None = None
     extend_positions: bool = False
+    moe: MoeSection | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in ("from_", "gguf", "config") if getattr(self, name) is not None]

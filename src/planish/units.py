@@ -61,10 +61,12 @@ def parse_count(text: str, *, name: str) -> int:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """Return `size_bytes` as people read it: GiB, or MiB and KiB when it is small."""
+    """Return `size_bytes` as people read it: GiB, or a smaller unit when it is small."""
     magnitude = abs(size_bytes)
     if magnitude >= 2**30 // 10:
         return f"{size_bytes / 2**30:.2f} GiB"
     if magnitude >= 2**20 // 10:
         return f"{size_bytes / 2**20:.1f} MiB"
-    return f"{size_bytes / 2**10:.1f} KiB"
+    if magnitude >= 2**10:
+        return f"{size_bytes / 2**10:.1f} KiB"
+    return f"{size_bytes} B"

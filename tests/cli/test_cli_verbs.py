@@ -83,7 +83,7 @@ def test_data_stats_counts(model_folder, tmp_path, capsys):
     (tmp_path / "b.txt").write_text("")
     assert main(["data", "stats", str(tmp_path), "--tokenizer", str(model_folder()), "--context", "4"]) == 0
     said = capsys.readouterr().out
-    assert "1 of 0.0 KiB together, 1 empty ones left out" in said
+    assert "1 of 13 B together, 1 empty ones left out" in said
     assert "packed; 1 documents are longer" in said
 
 

@@ -7,7 +7,6 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 import planish
-
 from planish.errors import UsageError
 from planish.methods import Batched, Blocked, Checkpoint, Packed, Plain, Plan
 from planish.models.anatomy import find

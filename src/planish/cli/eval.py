@@ -68,8 +68,9 @@ def main(words: list[str]) -> int:
     if options.json:
         sys.stdout.write(json.dumps({**asdict(report), "peak_bytes": peak_bytes}) + "\n")
     else:
+        per_byte = "" if report.bits_per_byte is None else f", {report.bits_per_byte:.4f} bits per byte"
         sys.stdout.write(
-            f"loss {report.loss:.4f} nats per token, {report.bits_per_byte:.4f} bits per byte "
+            f"loss {report.loss:.4f} nats per token{per_byte} "
             f"over {report.num_valid:,} tokens; peak {format_bytes(peak_bytes)}\n"
         )
     return 0

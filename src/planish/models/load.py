@@ -15,6 +15,7 @@ from transformers import (
 
 from planish.errors import UsageError
 from planish.models.builtin import cache_folder, convert_gguf, model_folder
+from planish.models.upcycle import upcycle, upcycled_config
 from planish.runfile import ModelSection
 
 _TORCH_DTYPE = {"bf16": torch.bfloat16, "bf16-pure": torch.bfloat16, "fp32": torch.float32}
@@ -75,11 +76,15 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UsageError(f"the weights in {folder} cannot be loaded: {_first_line(error)}") from error
+    if section.moe is not None:
+        model = upcycle(model, section.moe, seed=seed)
     return model.to(device)
 
 
 def draw_model(config: PretrainedConfig, section: ModelSection) -> PreTrainedModel:
-    """Return a model of `config` in the run's dtype with weights drawn at random."""
+    """Return a model of `config`, or of the mixture it becomes, in the run's dtype with weights drawn at random."""
+    if section.moe is not None:
+        config = upcycled_config(config, section.moe)
     return AutoModelForCausalLM.from_config(config, dtype=_TORCH_DTYPE[section.dtype])
 
 

@@ -29,7 +29,8 @@ def evaluate(engine: Engine, batches: Iterable[Batch]) -> EvalReport:
     Raises:
         UsageError: No target counts in any batch.
     """
-    model, total, num_valid, num_bytes = engine.anatomy.model, 0.0, 0, 0
+    model, total, num_valid = engine.anatomy.model, 0.0, 0
+    num_bytes: int | None = 0
     model.eval()
     with engine.ledger.phase("eval"):
         for batch in batches:
@@ -39,7 +40,7 @@ def evaluate(engine: Engine, batches: Iterable[Batch]) -> EvalReport:
                 loss = engine.head(hidden, moved.target, batch.num_valid)
             total += engine.facts.number(loss)
             num_valid += batch.num_valid
-            num_bytes += batch.num_bytes or 0
+            num_bytes = None if num_bytes is None or batch.num_bytes is None else num_bytes + batch.num_bytes
             del hidden, loss
     model.train()
     if num_valid == 0:

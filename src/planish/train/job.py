@@ -65,7 +65,12 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack) -> Job:
 
     def held_out() -> Iterable[Batch]:
         return eval_batches(
-            data.eval, tokenizer=tokenizer, context=data.context, rows=rows, max_tokens=data.eval_tokens
+            data.eval,
+            tokenizer=tokenizer,
+            context=data.context,
+            rows=rows,
+            max_tokens=data.eval_tokens,
+            loss_on=data.loss_on,
         )
 
     def load() -> PreTrainedModel:

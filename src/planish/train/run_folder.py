@@ -76,6 +76,7 @@ class RunFolder:
             if self.resume:
                 cut_lines(self.metrics, step)
                 cut_lines(self.memory, step)
+                (self.path / "budget-exceeded.txt").unlink(missing_ok=True)
             else:
                 self._clear()
             self.checkpoints.mkdir(exist_ok=True)

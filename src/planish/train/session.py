@@ -9,6 +9,7 @@ from torch import Tensor
 
 from planish.data.cursor import FeedPosition
 from planish.errors import BudgetExceeded, UsageError
+from planish.memory.book import Phase
 from planish.memory.ledger import Ledger
 from planish.memory.meter import ProcessMeter
 from planish.runfile import RunFile
@@ -66,6 +67,7 @@ def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMete
         try:
             train(job, first_step=first_step, hooks=records.hooks(stop))
         except BudgetExceeded as error:
+            records.memory_line()
             write_atomically(folder.path / "budget-exceeded.txt", f"{error}\n\n{error.table}\n")
             raise
 
@@ -76,7 +78,7 @@ class _Records:
     def __init__(self, folder: RunFolder, job: Job, view: View, meter: ProcessMeter) -> None:
         self._folder, self._job, self._view, self._meter = folder, job, view, meter
         self._metrics, self._memory = JsonLines(folder.metrics), JsonLines(folder.memory)
-        self._largest_bytes = 0
+        self._largest_bytes: dict[Phase, int] = {}
 
     def __enter__(self) -> "_Records":
         return self
@@ -105,7 +107,7 @@ class _Records:
                 "memory/vm_hwm_bytes": self._meter.read().resident_peak_bytes,
             }
         )
-        self.memory_line(report.step)
+        self.memory_line()
         self._view.step(report)
 
     def evaluate(self, step: int) -> None:
@@ -133,20 +135,25 @@ class _Records:
             )
         self._view.note(f"saved {path}")
 
-    def memory_line(self, step: int) -> None:
-        """Write what the bytes were since the last line; the timeline only when its peak is the largest so far."""
+    def memory_line(self, step: int | None = None) -> None:
+        """Write what the bytes were since the last line; owners and timeline only of peaks larger than all before."""
         memory = self._job.engine.ledger.end_step()
-        record = memory.to_dict() | {"step": step, "baseline_bytes": self._meter.baseline_bytes}
-        if memory.peak_bytes <= self._largest_bytes:
+        record = memory.to_dict() | {"baseline_bytes": self._meter.baseline_bytes}
+        if step is not None:
+            record["step"] = step
+        if memory.peak_bytes <= max(self._largest_bytes.values(), default=0):
             del record["timeline"]
-        self._largest_bytes = max(self._largest_bytes, memory.peak_bytes)
+        for phase, peak in memory.phases.items():
+            if peak.peak_bytes <= self._largest_bytes.get(phase, 0):
+                record["phases"][phase]["owners"] = []
+            self._largest_bytes[phase] = max(self._largest_bytes.get(phase, 0), peak.peak_bytes)
         self._memory.write(record)
 
     @contextmanager
     def _recorded(self, step: int) -> Iterator[None]:
         self._job.engine.ledger.start_step(step)
         yield
-        self.memory_line(step)
+        self.memory_line()
 
 
 def optimizer_tensors(job: Job) -> dict[str, dict[str, dict[str, Tensor]]]:
