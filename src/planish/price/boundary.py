@@ -1,0 +1,79 @@
+"""What boundaries weigh: which of them go to far memory, how many are on the device when, and whether copies hide."""
+
+from dataclasses import dataclass
+from math import ceil
+
+PAGE_BYTES = 4096
+"""Slots of far memory are whole pages."""
+
+
+def slot_bytes(boundary_bytes: int) -> int:
+    """Return what one boundary takes in far memory."""
+    return ceil(boundary_bytes / PAGE_BYTES) * PAGE_BYTES
+
+
+def slots_in(budget_bytes: int, boundary_bytes: int) -> int:
+    """Return how many boundaries a budget of far memory holds."""
+    return budget_bytes // slot_bytes(boundary_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundaries:
+    """The boundaries of one microbatch, numbered in forward order, and which of them are offloaded.
+
+    The first ones go, since they live longest, until the slots are taken. The last ones stay: they are needed first.
+
+    [Note: when a boundary is on the device] One that stays: from its layer's forward to the end of its backward. One
+    that goes: from its layer's forward, during which it is copied, to the next but `every` - 1 layer's; and again
+    from `every` layers ahead of its own recomputation to the end of its backward. So besides those that stay, the
+    device holds one in forward and at most two in backward.
+
+    Attributes:
+        num_boundaries: How many, one for each checkpointed layer.
+        num_slots: How many far memory holds.
+        every: Every how many-th goes, for a link that needs so many layers' time for one copy.
+        keep_last: How many of the last stay.
+    """
+
+    num_boundaries: int
+    num_slots: int
+    every: int = 1
+    keep_last: int = 1
+
+    def goes(self, index: int) -> bool:
+        """Return whether boundary `index` is offloaded."""
+        ordinal, rest = divmod(index, self.every)
+        return not rest and ordinal < self.num_slots and index < self.num_boundaries - self.keep_last
+
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """The boundaries that are offloaded."""
+        return tuple(index for index in range(self.num_boundaries) if self.goes(index))
+
+    def in_forward(self, index: int) -> int:
+        """Return how many are on the device while layer `index` runs forward; after the last, the head finds those."""
+        leaving = not self.goes(index) and index < self.num_boundaries - 1 and self._near(index, self.every - 1)
+        return self._kept(index) + self.goes(index) + leaving
+
+    def in_backward(self, index: int) -> int:
+        """Return how many are on the device while layer `index` runs again and backward."""
+        return self._kept(index) + self.goes(index) + self._near(index, self.every)
+
+    def _kept(self, index: int) -> int:
+        return sum(not self.goes(each) for each in range(index + 1))
+
+    def _near(self, index: int, distance: int) -> bool:
+        """Return whether one of the `distance` boundaries before `index` is offloaded."""
+        return any(self.goes(each) for each in range(max(0, index - distance), index))
+
+
+def least_every(*, write_s: float, read_s: float, forward_s: float, backward_s: float) -> int:
+    """Return every how many-th boundary may go for its copies to hide behind the layers.
+
+    Args:
+        write_s: Time to copy one boundary out.
+        read_s: Time to fetch it.
+        forward_s: Time of one layer's forward.
+        backward_s: Time of one layer's recomputation and backward.
+    """
+    return max(1, ceil(write_s / forward_s), ceil(read_s / backward_s))
