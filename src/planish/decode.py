@@ -1,8 +1,8 @@
 """Trees of TOML and flags in, frozen dataclasses out (and back), with one clear sentence for each mistake.
 
-A field's type says what is accepted: `Bytes` takes "4GiB", `Count` takes 4096 or "4K", a union of dataclasses takes a
-table whose `method` is the class's name in kebab case (left out where only one class has the keys given), and a trailing
-underscore in a field's name is dropped from its key (`from_` is written `from`).
+A field's type says what is accepted: `Bytes` takes "4GiB", `Count` takes 4096 or "4K", a union of dataclasses takes
+a table whose `method` is the class's name in kebab case (left out where only one class has the keys given), and a
+trailing underscore in a field's name is dropped from its key (`from_` is written `from`).
 """
 
 import dataclasses
