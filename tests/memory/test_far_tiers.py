@@ -267,7 +267,7 @@ def test_a_disk_that_fails_says_so_to_whoever_waits_and_to_every_later_reader(tm
 
     monkeypatch.setattr(far_disk.os, "pwrite", full)
     event = tier.write(region, torch.zeros(250))
-    sentence = "writing 1.0 KiB of far memory in .* failed: No space left on device; the last checkpoint is intact"
+    sentence = "writing 1000 B of far memory in .* failed: No space left on device; the last checkpoint is intact"
     with pytest.raises(WorldFailed, match=sentence):
         event.wait()
     with pytest.raises(WorldFailed, match=sentence):
