@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:
     from planish.memory.slab import Region
@@ -42,7 +43,7 @@ class Transfer:
         region: Its bytes.
         tensor: The near side.
         outward: From the tensor into the region; otherwise back.
-        ready: What the device had been asked to do before; None on a CPU, where it is done.
+        ready: What the device had been asked to do before; None where that is done.
     """
 
     medium: Medium
@@ -233,7 +234,7 @@ class _StreamEvent:
 
 
 def mark(tensor: Tensor) -> torch.Event | None:
-    """Return an event after everything asked so far of the device that holds `tensor`; None on a CPU."""
-    if tensor.device.type == "cpu":
+    """Return an event after everything asked so far of the device that holds `tensor`; None where nothing is asked."""
+    if tensor.device.type == "cpu" or isinstance(tensor, FakeTensor):
         return None
     return torch.accelerator.current_stream(tensor.device).record_event()
