@@ -6,15 +6,11 @@ times of the 8-GPU runs behind table 5 that its authors published with their cod
 overlap its sends, so a sender waits for the measured transfer; the baselines' runs did not measure it, so theirs is
 Vocab-1's. S and T were measured together and are split as their products are. The optimizer's time is not modelled.
 
-Beyond 8 GPUs no pass times were published: those gains are extrapolated from the 8-GPU times by FLOPs, on the network
-of one host, and say what the schedules alone would give.
+Beyond 8 GPUs neither pass times nor the redistributed layers were published: those gains are extrapolated from the
+8-GPU times by FLOPs, on the network of one host, and say what the schedules alone would give.
 """
 
 import csv
-import json
-import platform
-import subprocess
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -143,7 +139,7 @@ def extrapolated(runs: dict[tuple[str, int, int], Run], method: str, ranks: int,
         forward = [scale * measured.forward[rank % 8] for scale, rank in zip(stages, hosts, strict=True)]
         backward = [scale * measured.backward[rank % 8] for scale, rank in zip(stages, hosts, strict=True)]
     else:
-        head_layers = _head_layers(vocabulary, width, tokens) if method == "redistributed" else 0.0
+        head_layers = _head_layers(vocabulary, width) if method == "redistributed" else 0.0
         shares = redistribute(layers, ranks, head_layers)
         forward, backward = (
             _with_head(times, shares, layer / per_stage, wider) for times in (measured.forward, measured.backward)
@@ -170,7 +166,7 @@ def counted_peaks(schedule: str, ranks: int, tokens: int, method: str, vocabular
     """
     made = counted_schedule(schedule, ranks, method)
     layers, width = (MODELS_1F1B if schedule == "1f1b" else MODELS_V_HALF)[ranks]
-    head_layers = _head_layers(vocabulary, width, tokens) if method == "redistributed" else 0.0
+    head_layers = _head_layers(vocabulary, width) if method == "redistributed" else 0.0
     on_stage = redistribute(layers, made.num_stages, head_layers)
     parameters = [share * vocabulary * width for share in _table_shares(made)]
     for stage, rank in enumerate(made.stage_ranks):
@@ -196,9 +192,9 @@ def counted_schedule(schedule: str, ranks: int, method: str) -> Schedule:
     return v_half(num_ranks=ranks, num_microbatches=MICROBATCHES, head=HEADS[method], costs=unit)
 
 
-def _head_layers(vocabulary: int, width: int, tokens: int) -> float:
-    """Return the head in layers by Narayanan et al. (2021), as the published runs chose what to redistribute."""
-    return vocabulary / (16 * width + 8 * tokens / 3)
+def _head_layers(vocabulary: int, width: int) -> float:
+    """Return the head in layers by FLOPs (table 4) at 4,096 tokens: the published layers of both lengths."""
+    return vocabulary / (12 * width + 2 * 4096)
 
 
 def _table_shares(schedule: Schedule) -> list[float]:
@@ -235,7 +231,7 @@ def iterations_table() -> list[dict[str, object]]:
                 "method": run.method,
                 "vocabulary": run.vocabulary,
                 "tokens": run.tokens,
-                "measured_s": run.iteration,
+                "measured_s": round(run.iteration, 4),
                 "simulated_s": round(seconds, 4),
                 "ratio": round(seconds / run.iteration, 4),
                 "ratio_if_sends_overlapped": round(overlapped / run.iteration, 4),
@@ -285,23 +281,12 @@ def peaks_table() -> list[dict[str, object]]:
 
 def main() -> None:
     """Write the three tables to `results/pipeline_published.json` and print them."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, cwd=HERE).stdout
-    result = {
-        "claim": __doc__.splitlines()[0],
-        "command": "python benchmarks/pipeline_published.py",
-        "commit": commit.strip(),
-        "python": sys.version.split()[0],
-        "machine": platform.machine(),
-        "iterations": iterations_table(),
-        "gains": gains_table(),
-        "peaks": peaks_table(),
-    }
-    path = HERE / "results" / "pipeline_published.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    for name in ("iterations", "gains", "peaks"):
-        rows = result[name]
-        print(" ".join(rows[0]))
+    from harness import write_result  # brings torch, which importing this file for its figures should not
+
+    tables = {"iterations": iterations_table(), "gains": gains_table(), "peaks": peaks_table()}
+    write_result("pipeline_published", tables, seed=0)
+    for rows in tables.values():
+        print("\n" + " ".join(rows[0]))
         for row in rows:
             print(" ".join(map(str, row.values())))
 

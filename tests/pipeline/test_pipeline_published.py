@@ -79,7 +79,7 @@ def test_the_printed_range_and_where_the_table_goes_beyond_it():
 
 @pytest.mark.parametrize(("vocabulary", "on_last"), [(32_000, 4), (64_000, 3), (128_000, 2), (256_000, 0)])
 def test_redistribution_leaves_the_last_stage_the_published_layers(vocabulary, on_last):
-    head_layers = published._head_layers(vocabulary, 3072, 2048)
+    head_layers = published._head_layers(vocabulary, 3072)
     assert published.redistribute(32, 8, head_layers)[-1] == on_last
 
 

@@ -36,7 +36,10 @@ def to_text(timeline: Timeline, *, width: int = 120) -> str:
 
 
 def to_svg(timeline: Timeline, *, width: int = 1200, row_height: int = 24) -> str:
-    """Return the timeline as an SVG picture: a bar per pass, its microbatch in it, its name and times on hover."""
+    """Return the timeline as an SVG picture: a bar per pass, its microbatch in it, its name and times on hover.
+
+    Bars of a rank's further stages are paler.
+    """
     left, top = 60, 24
     scale = (width - left) / timeline.makespan
     height = top + timeline.schedule.num_ranks * row_height
@@ -54,9 +57,10 @@ def to_svg(timeline: Timeline, *, width: int = 1200, row_height: int = 24) -> st
         x, bar = left + span.start * scale, (span.end - span.start) * scale
         y = top + timeline.schedule.rank_of(action) * row_height
         name = escape(f"{action}: {span.start:g} to {span.end:g}")
+        opacity = 1 if action.stage < timeline.schedule.num_ranks else 0.7
         parts.append(
             f'<rect x="{x:.2f}" y="{y + 1}" width="{bar:.2f}" height="{row_height - 2}" fill="{colors[action.kind]}" '
-            f'stroke="white" stroke-width="0.5"><title>{name}</title></rect>'
+            f'fill-opacity="{opacity}" stroke="white" stroke-width="0.5"><title>{name}</title></rect>'
         )
         if bar >= 8 * len(str(action.microbatch)):
             parts.append(
