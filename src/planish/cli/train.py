@@ -53,11 +53,12 @@ def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:
     from planish.cli.progress import RunView
     from planish.memory.allocator import fix_malloc_thresholds
     from planish.memory.meter import ProcessMeter
+    from planish.models.load import run_device
     from planish.train.run_folder import open_run_folder
     from planish.train.session import run_training
 
     fix_malloc_thresholds()
-    meter = ProcessMeter()
+    meter = ProcessMeter(run_device())
     transformers.utils.logging.disable_progress_bar()
     with open_run_folder(run.save.dir, resume=resume, overwrite=overwrite) as folder, RunView() as view:
         run_training(run, folder, view, meter)

@@ -21,6 +21,11 @@ from planish.runfile import ModelSection
 _TORCH_DTYPE = {"bf16": torch.bfloat16, "bf16-pure": torch.bfloat16, "fp32": torch.float32}
 
 
+def run_device() -> torch.device:
+    """Return where a run's model lives: the CUDA device where there is one, the CPU elsewhere."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     """Return the tokenizer that the model section names.
 
@@ -66,7 +71,7 @@ def load_model(
     """
     config = load_config(section, context=context)
     check_vocabulary(config, tokenizer)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = run_device()
     if section.config is not None:
         torch.manual_seed(seed)
         return draw_model(config, section).to(device)

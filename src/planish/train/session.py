@@ -5,13 +5,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from planish.data.cursor import FeedPosition
 from planish.errors import BudgetExceeded, UsageError
 from planish.memory.book import Phase
+from planish.memory.budget import as_exceeded, counted
 from planish.memory.ledger import Ledger
 from planish.memory.meter import ProcessMeter
+from planish.models.load import run_device
 from planish.runfile import RunFile
 from planish.train import checkpoint
 from planish.train.evaluate import EvalReport, evaluate
@@ -56,7 +59,7 @@ def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMete
     ledger = Ledger(budget_bytes=run.memory.budget, on_exceed=run.memory.on_exceed)
     with ExitStack() as scope:
         stop = scope.enter_context(StopSignal())
-        scope.enter_context(ledger)
+        scope.enter_context(counted(ledger, run_device()))
         job = build(run, ledger, scope)
         _check_eval(job)
         first_step = _resume(job, folder, view) if folder.resume else 1
@@ -66,10 +69,11 @@ def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMete
         view.begin(job, first_step, meter.baseline_bytes)
         try:
             train(job, first_step=first_step, hooks=records.hooks(stop))
-        except BudgetExceeded as error:
+        except (BudgetExceeded, torch.OutOfMemoryError) as error:
+            exceeded = as_exceeded(error, ledger)
             records.memory_line()
-            write_atomically(folder.path / "budget-exceeded.txt", f"{error}\n\n{error.table}\n")
-            raise
+            write_atomically(folder.path / "budget-exceeded.txt", f"{exceeded}\n\n{exceeded.table}\n")
+            raise exceeded from None
 
 
 class _Records:
@@ -93,6 +97,8 @@ class _Records:
 
     def step(self, report: StepReport) -> None:
         """Write and show one optimizer step."""
+        reading = self._meter.read()
+        on_device = reading.device_peak_bytes
         self._metrics.write(
             {
                 "step": report.step,
@@ -103,8 +109,8 @@ class _Records:
                 "valid_tokens": report.num_valid,
                 "step_s": round(report.step_s, 4),
                 "tokens_per_s": round(report.num_tokens / report.step_s, 1),
-                "memory/peak_bytes": report.memory.peak_bytes,
-                "memory/vm_hwm_bytes": self._meter.read().resident_peak_bytes,
+                "memory/peak_bytes": report.memory.peak_bytes if on_device is None else on_device,
+                "memory/vm_hwm_bytes": reading.resident_peak_bytes,
             }
         )
         self.memory_line()
