@@ -1,5 +1,6 @@
 """Documents in, tokens out: parts join exactly, bytes are counted exactly, and unfit tokenizers are named."""
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from planish.data import encode
@@ -134,3 +136,16 @@ def test_ids_stay_as_they_are(tokenizer):
     piece = Encoder(tokenizer)(document(np.array([5, 9, 7], dtype="<u2")))
     assert (piece.ids.tolist(), piece.target.tolist()) == ([5, 9, 7], [9, 7, IGNORED])
     assert piece.ids.dtype == piece.target.dtype == np.int32
+
+
+def test_a_text_begins_with_bos_where_the_tokenizer_would_put_one(tokenizer):
+    opened = copy.deepcopy(tokenizer)
+    opened.add_special_tokens({"bos_token": "<bos>"})
+    bos, text = opened.bos_token_id, "One day, two days."
+    assert Encoder(opened)(document(text)).ids.tolist() == Encoder(tokenizer)(document(text)).ids.tolist()
+    opened.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
+    found, plain = (Encoder(each, count_bytes=True)(document(text)) for each in (opened, tokenizer))
+    assert found.ids.tolist() == [bos, *plain.ids.tolist()]
+    assert found.target[0] == plain.ids[0]
+    assert found.target_bytes.sum() == len(text)
+    assert len(Encoder(opened)(document(""))) == 0

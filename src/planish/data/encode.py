@@ -24,6 +24,7 @@ class Tokenizer(Protocol):
     """What is used of a transformers tokenizer."""
 
     is_fast: bool
+    bos_token_id: int | None
     eos_token_id: int | None
     pad_token_id: int | None
 
@@ -43,8 +44,9 @@ class Tokenizer(Protocol):
 class Encoder:
     """Turns a document into its tokens and targets.
 
-    A text is tokenised without special tokens and ends with the tokenizer's EOS where it has one; an empty text gives
-    no token at all. A conversation is exactly what the chat template makes of it. Ids of a token file stay as they are.
+    A text begins with BOS where the tokenizer itself would put one (Gemma, Llama 3) and ends with EOS where it has one,
+    with no other special tokens; an empty text gives no token at all. A conversation is exactly what the chat template
+    makes of it. Ids of a token file stay as they are.
 
     Memory: the tokens of the document, and a tokenizer's 200 to 400 bytes for each token of one part: a text is
     tokenised in parts of about `PART_CHARACTERS` that are cut before a space.
@@ -82,6 +84,9 @@ class Encoder:
         }
         self.vocab_size = len(tokenizer)
         self.eos_id = tokenizer.eos_token_id
+        self._opening = [
+            each for each in tokenizer("", verbose=False)["input_ids"][:1] if each == tokenizer.bos_token_id
+        ]
         self.pad_id = next(each for each in (tokenizer.pad_token_id, self.eos_id, 0) if each is not None)
         self._cuts_before_space = all(self._ids(a + b) == self._ids(a) + self._ids(b) for a, b in _PROBES)
 
@@ -122,18 +127,18 @@ class Encoder:
                 return _piece(ids.astype(np.int32), None, None)
 
     def _text(self, text: str) -> Piece:
-        ids, ends, num_bytes = [], [], 0
+        if not text:
+            return _piece(np.empty(0, dtype=np.int32), None, None)
+        ids, ends, num_bytes = [np.array(self._opening, dtype=np.int32)], [np.zeros(len(self._opening), np.int64)], 0
         for part in self._parts(text):
             encoding = self._tokenizer(part, add_special_tokens=False, **self._options)
             ids.append(np.array(encoding["input_ids"], dtype=np.int32))
             if self._count_bytes:
                 ends.append(num_bytes + _byte_ends(part, encoding["offset_mapping"]))
                 num_bytes += len(part.encode())
-        if text and self.eos_id is not None:
+        if self.eos_id is not None:
             ids.append(np.array([self.eos_id], dtype=np.int32))
             ends.append(np.array([num_bytes]))
-        if not ids:
-            return _piece(np.empty(0, dtype=np.int32), None, None)
         return _piece(np.concatenate(ids), None, np.concatenate(ends) if self._count_bytes else None)
 
     def _parts(self, text: str) -> Iterator[str]:
