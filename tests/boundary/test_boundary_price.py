@@ -36,8 +36,8 @@ def test_without_room_it_is_plain_checkpointing():
 
 def test_a_slow_link_takes_every_third():
     plan = Boundaries(num_boundaries=8, num_slots=9, every=3)
-    assert plan.offloaded == (0, 3, 6)
-    assert [plan.in_forward(index) for index in range(8)] == [1, 2, 3, 3, 4, 5, 5, 5]
+    assert plan.offloaded == (0, 3)  # 6 would have no third layer to hide behind
+    assert [plan.in_forward(index) for index in range(8)] == [1, 2, 3, 3, 4, 5, 5, 6]
     assert [plan.in_backward(index) for index in range(8)] == [1, 2, 3, 4, 4, 5, 6, 6]
 
 

@@ -24,15 +24,15 @@ class Boundaries:
     The first ones go, since they live longest, until the slots are taken. The last ones stay: they are needed first.
 
     [Note: when a boundary is on the device] One that stays: from its layer's forward to the end of its backward. One
-    that goes: from its layer's forward, during which it is copied, to the next but `every` - 1 layer's; and again
-    from `every` layers ahead of its own recomputation to the end of its backward. So besides those that stay, the
-    device holds one in forward and at most two in backward.
+    that goes: from its layer's forward until `every` layers later, the time to copy it; and again from `every` layers
+    ahead of its own recomputation to the end of its backward. So besides those that stay, the device holds one in
+    forward and at most two in backward.
 
     Attributes:
         num_boundaries: How many, one for each checkpointed layer.
         num_slots: How many far memory holds.
         every: Every how many-th goes, for a link that needs so many layers' time for one copy.
-        keep_last: How many of the last stay.
+        keep_last: How many of the last stay, times `every`.
     """
 
     num_boundaries: int
@@ -43,7 +43,7 @@ class Boundaries:
     def goes(self, index: int) -> bool:
         """Return whether boundary `index` is offloaded."""
         ordinal, rest = divmod(index, self.every)
-        return not rest and ordinal < self.num_slots and index < self.num_boundaries - self.keep_last
+        return not rest and ordinal < self.num_slots and index < self.num_boundaries - self.keep_last * self.every
 
     @property
     def offloaded(self) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ class Boundaries:
 
     def in_forward(self, index: int) -> int:
         """Return how many are on the device while layer `index` runs forward; after the last, the head finds those."""
-        leaving = not self.goes(index) and index < self.num_boundaries - 1 and self._near(index, self.every - 1)
+        leaving = not self.goes(index) and self._near(index, self.every - 1)
         return self._kept(index) + self.goes(index) + leaving
 
     def in_backward(self, index: int) -> int:

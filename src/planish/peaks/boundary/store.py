@@ -119,8 +119,7 @@ class BoundaryStore:
 
     def _put(self, index: int, tensor: Tensor) -> "_Boundary":
         leaving, last = self._leaving, self._last()
-        is_last = index == self.boundaries.num_boundaries - 1
-        if leaving is not None and (is_last or not 0 < index - leaving.index < self.boundaries.every):
+        if leaving is not None and not 0 < index - leaving.index < self.boundaries.every:
             self.settle()
         boundary = _Boundary(index, tensor, last if last is not None and last.index < index else None)
         self._last = weakref.ref(boundary)
