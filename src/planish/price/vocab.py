@@ -22,6 +22,9 @@ ROW_STEP = 8
 MIN_ROWS = 256
 """With fewer rows than this, gradients in forward spend their time re-reading the weight's gradient."""
 
+KEPT_BLOCKS = 4
+"""Blocks of one tile where all tiles of a row group are kept: small enough to be derived and multiplied in cache."""
+
 STRIP = 2**19
 """Elements of logits that are exponentiated at a time: they stay in the cache from the maximum to the sum."""
 
@@ -116,9 +119,14 @@ class Tiling:
         return 3 if self.strategy == "gradients-in-forward" else 3 + self.sweeps
 
     @property
+    def keeps_tiles(self) -> bool:
+        """Return whether all tiles of a row group exist at once, from their statistics to their gradients."""
+        return self.strategy == "gradients-in-forward"
+
+    @property
     def passes(self) -> tuple[Pass, ...]:
         """Return the passes over the tiles."""
-        return ("both",) if self.strategy == "gradients-in-forward" else ("statistics", "gradients")
+        return ("both",) if self.keeps_tiles else ("statistics", "gradients")
 
     def buffers(self, head: Head, which: Pass) -> Buffers:
         """Return shape and dtype of every working buffer of one pass."""
@@ -126,15 +134,14 @@ class Tiling:
         compute, wide = head.compute_dtype, head.wide_dtype
         strip = max(columns, width, min(STRIP, rows * columns))
         buffers: Buffers = {
-            "tile": ((rows, columns), compute),
+            "tile": ((rows, head.vocab_size if self.keeps_tiles else columns), compute),
             "strip": ((strip,), wide),
             "rows": ((rows, width), compute),
         }
         if head.hidden_dtype != compute:
             buffers["gather"] = ((rows, width), head.hidden_dtype)
         if head.weight_dtype != compute:
-            cast_blocks = min(self.blocks, max(1, STRIP // (BLOCK * width)))
-            buffers["cast"] = ((head.widest(cast_blocks), width), compute)
+            buffers["cast"] = ((columns, width), compute)
         if "entropy" in head.wanted or (head.capped and which != "statistics"):
             buffers["spare"] = ((strip,), wide)
         if which != "gradients":
@@ -147,16 +154,14 @@ class Tiling:
 
     def _gradient_buffers(self, head: Head, columns: int, part_rows: int) -> Buffers:
         width, compute, wide = head.hidden_size, head.compute_dtype, head.wide_dtype
-        in_forward = self.strategy == "gradients-in-forward"
         buffers: Buffers = {}
         if compute != wide:
             buffers["part"] = ((part_rows, width), compute)
         if "bias" in head.grads:
             buffers["ones"] = ((self.rows,), wide)
         if "hidden" in head.grads and not self.sums_hidden(head):
-            one_product = in_forward and head.weight_dtype == compute
-            buffers["row_grads"] = ((self.rows, width), compute if one_product else wide)
-        if "weight" in head.grads and not in_forward and head.weight_dtype != wide:
+            buffers["row_grads"] = ((self.rows, width), wide)
+        if "weight" in head.grads and not self.keeps_tiles and head.weight_dtype != wide:
             buffers["column_grads"] = ((columns, width), wide)
         return buffers
 
@@ -181,7 +186,8 @@ def choose_tiling(head: Head, *, tile_bytes: int, strategy: Literal["auto"] | St
     A budget below the smallest tile gets the smallest tile; `Tiling.workspace_bytes` tells.
     """
     if head.grads and (strategy == "gradients-in-forward" or (strategy == "auto" and head.compute_dtype != "float16")):
-        tiling = _fit_rows(head, Tiling(strategy="gradients-in-forward", rows=ROW_STEP, blocks=head.blocks), tile_bytes)
+        kept = Tiling(strategy="gradients-in-forward", rows=ROW_STEP, blocks=min(head.blocks, KEPT_BLOCKS))
+        tiling = _fit_rows(head, kept, tile_bytes)
         narrow = "weight" in head.grads and head.weight_dtype != head.wide_dtype
         sum_bytes = head.vocab_size * head.hidden_size * head.wide_bytes if narrow else 0
         enough_rows = tiling.rows >= min(MIN_ROWS, head.tokens)

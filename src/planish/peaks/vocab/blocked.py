@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from planish.peaks.vocab.task import Task
-from planish.peaks.vocab.tile import Slopes, Workspace, accumulate, combine, differentiate, fold, pick, weight_chunks
+from planish.peaks.vocab.tile import Slopes
+from planish.peaks.vocab.tiles import Tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +78,10 @@ class Gradients:
 class GradientsInForward(torch.autograd.Function):
     """The summed loss, whose gradients are made beside it and wait for backward: three products.
 
-    Memory: in forward one tile; from forward to backward the gradients, hidden's in its dtype, the weight's in float32
-        (for a narrower weight a buffer of V x D x 4 bytes). Backward scales them in place and rounds the float32
-        buffer once into the weight's dtype, so that both exist for that moment. `weight.grad` of an earlier
-        microbatch is a further V x D, to which autograd then adds in place.
+    Memory: in forward one row group's tiles; from forward to backward the gradients, hidden's in its dtype, the
+        weight's in float32 (for a narrower weight a buffer of V x D x 4 bytes). Backward scales them in place and
+        rounds the float32 buffer once into the weight's dtype, so that both exist for that moment. `weight.grad` of an
+        earlier microbatch is a further V x D, to which autograd then adds in place.
     """
 
     @staticmethod
@@ -88,27 +89,24 @@ class GradientsInForward(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, task: Task, objective: Objective
     ) -> Tensor:
         """Return the sum over valid tokens of the objective."""
-        task = task.indexed(target)
-        work = Workspace.allocate(task.tiling.buffers(task.head, "both"), hidden.device)
+        tiles = Tiles.prepare("both", hidden, weight, bias, target, task)
+        task, work = tiles.task, tiles.work
         grads = Gradients.allocate(task, hidden, weight, weight_dtype=work.strip.dtype)
         losses = work.strip.new_empty(task.num_valid)
-        everything = slice(0, len(weight))
-        cast_bias = None if bias is None else bias.to(work.tile.dtype)
         for group in task.row_groups():
-            rows = task.load(work, hidden, group)
-            tile = task.fill(work, rows, weight, cast_bias, everything)[: group.stop - group.start]
-            fold(work, tile, 0)
-            row = combine(work, len(tile), len(weight))
-            local = task.local_target(target, group, everything)
-            losses[group] = objective.loss(row["lse"] - pick(tile, local), row["lse"], row.get("mean"))
+            rows = tiles.load(group)
+            row = tiles.scan(group, rows)
+            losses[group] = objective.loss(row["nll"], row["lse"], row.get("mean"))
             slopes = objective.slopes(row["lse"], len(weight))
-            differentiate(work, tile, row["lse"], local, slopes, softcap=task.softcap, bias_grad=grads.bias)
-            if grads.weight is not None:
-                accumulate(work, grads.weight, tile.t(), rows[: len(tile)], fresh=group.start == 0)
+            for _, columns in task.column_groups():
+                tile = tiles.at(rows, columns)[: len(row["lse"])]
+                tiles.derive(tile, group, columns, row["lse"], slopes, grads.bias)
+                if grads.weight is not None:
+                    tiles.add_weight_grad(grads.weight[columns], tile, rows, fresh=group.start == 0)
+                if grads.hidden is not None:
+                    tiles.add_hidden_grad(work.row_grads[: len(tile)], tile, columns)
             if grads.hidden is not None:
-                row_grads = work.row_grads[: len(tile)]
-                _multiply(work, row_grads, tile, weight, fresh=True)
-                task.scatter(work, row_grads, grads.hidden, group)
+                task.scatter(work, work.row_grads[: len(tile)], grads.hidden, group)
         ctx.grads = (grads.hidden, grads.weight, grads.bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.logit_scale = task.logit_scale
@@ -157,20 +155,8 @@ class Recompute(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients under per-token upstreams."""
         hidden, weight, bias, target, lse, entropy = ctx.saved_tensors
-        task = ctx.task.indexed(target)
-        work = Workspace.allocate(task.tiling.buffers(task.head, "gradients"), hidden.device)
-        sweep = Sweep(
-            task=task,
-            work=work,
-            hidden=hidden,
-            weight=weight,
-            bias=None if bias is None else bias.to(work.tile.dtype),
-            target=target,
-            lse=lse,
-            entropy=entropy,
-            upstream=Upstream(*upstream[:4]),
-        )
-        grads = sweep.run()
+        tiles = Tiles.prepare("gradients", hidden, weight, bias, target, ctx.task)
+        grads = Sweep(tiles=tiles, lse=lse, entropy=entropy, upstream=Upstream(*upstream[:4])).run()
         d_bias = None if grads.bias is None else grads.bias.to(bias.dtype)
         return grads.hidden, grads.weight, d_bias, None, None
 
@@ -180,21 +166,13 @@ def statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tens
 
     Memory: one tile; 4 bytes a token for each statistic, 8 for argmax, and 8 a valid token where some are ignored.
     """
-    task, head = task.indexed(target), task.head
-    work = Workspace.allocate(task.tiling.buffers(head, "statistics"), hidden.device)
-    cast_bias = None if bias is None else bias.to(work.tile.dtype)
-    found = {name: work.strip.new_zeros(head.tokens) for name in ("nll", *head.wanted - {"argmax"})}
-    if "argmax" in head.wanted:
-        found["argmax"] = target.new_full((head.tokens,), -1)
+    tiles = Tiles.prepare("statistics", hidden, weight, bias, target, task)
+    task, work = tiles.task, tiles.work
+    found = {name: work.strip.new_zeros(len(hidden)) for name in ("nll", *task.head.wanted - {"argmax"})}
+    if "argmax" in task.head.wanted:
+        found["argmax"] = target.new_full((len(hidden),), -1)
     for group in task.row_groups():
-        rows, count = task.load(work, hidden, group), group.stop - group.start
-        target_logit = work.strip.new_zeros(count)
-        for block, columns in task.column_groups():
-            tile = task.fill(work, rows, weight, cast_bias, columns)[:count]
-            fold(work, tile, block)
-            target_logit.add_(pick(tile, task.local_target(target, group, columns)))
-        row = combine(work, count, head.vocab_size)
-        row["nll"] = row["lse"] - target_logit
+        row = tiles.scan(group, tiles.load(group))
         for name, values in found.items():
             task.scatter(work, row[name], values, group)
     return found
@@ -202,24 +180,20 @@ def statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What the passes of backward need: every tile of logits is computed again and adds its share to the gradients."""
+    """What backward needs: every tile of logits is computed again and adds its share to the gradients."""
 
-    task: Task
-    work: Workspace
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    target: Tensor
+    tiles: Tiles
     lse: Tensor
     entropy: Tensor | None
     upstream: Upstream
 
     def run(self) -> Gradients:
         """Return the gradients that are wanted."""
-        grads = Gradients.allocate(self.task, self.hidden, self.weight, weight_dtype=self.weight.dtype)
+        tiles = self.tiles
+        grads = Gradients.allocate(tiles.task, tiles.hidden, tiles.weight, weight_dtype=tiles.weight.dtype)
         if grads.weight is None:
             self.over_tokens(grads.hidden, grads.bias)
-        elif self.task.tiling.sweeps == 1:
+        elif tiles.task.tiling.sweeps == 1:
             self.over_vocabulary(grads.weight, grads.hidden, grads.bias)
         else:
             self.over_vocabulary(grads.weight, None, grads.bias)
@@ -228,16 +202,16 @@ class Sweep:
 
     def over_vocabulary(self, d_weight: Tensor, d_hidden: Tensor | None, d_bias: Tensor | None) -> None:
         """Fill `d_weight` block by block, each rounded once, while `d_hidden` grows."""
-        task, work = self.task, self.work
+        tiles, task, work = self.tiles, self.tiles.task, self.tiles.work
         hidden_sum, index = d_hidden, task.index
         if d_hidden is not None and task.tiling.sums_hidden(task.head):
-            hidden_sum, index = work.strip.new_empty(task.num_valid, self.hidden.shape[1]), None
+            hidden_sum, index = work.strip.new_empty(task.num_valid, d_hidden.shape[1]), None
         for _, columns in task.column_groups():
             block = d_weight[columns]
             total = block if work.column_grads is None else work.column_grads[: len(block)]
             for group in task.row_groups():
                 rows, tile = self._derive(group, columns, d_bias)
-                accumulate(work, total, tile.t(), rows[: len(tile)], fresh=group.start == 0)
+                tiles.add_weight_grad(total, tile, rows, fresh=group.start == 0)
                 if hidden_sum is not None:
                     self._grow(hidden_sum, index, tile, group, columns)
             if total is not block and task.num_valid:
@@ -248,63 +222,48 @@ class Sweep:
 
     def over_tokens(self, d_hidden: Tensor | None, d_bias: Tensor | None) -> None:
         """Fill `d_hidden` row group by row group, each rounded once."""
-        for group in self.task.row_groups():
-            for _, columns in self.task.column_groups():
+        tiles, task, work = self.tiles, self.tiles.task, self.tiles.work
+        for group in task.row_groups():
+            for _, columns in task.column_groups():
                 _, tile = self._derive(group, columns, d_bias)
                 if d_hidden is not None:
-                    row_grads = self.work.row_grads[: len(tile)]
-                    _multiply(self.work, row_grads, tile, self.weight[columns], fresh=columns.start == 0)
+                    tiles.add_hidden_grad(work.row_grads[: len(tile)], tile, columns)
             if d_hidden is not None:
-                self.task.scatter(self.work, row_grads, d_hidden, group)
+                task.scatter(work, work.row_grads[: len(tile)], d_hidden, group)
 
     def _derive(self, group: slice, columns: slice, d_bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the hidden states of `group` and the derivative by its logits; add the latter up in `d_bias`."""
-        task, work = self.task, self.work
-        rows = task.load(work, self.hidden, group)
-        tile = task.fill(work, rows, self.weight, self.bias, columns)[: group.stop - group.start]
-        differentiate(
-            work,
-            tile,
-            task.rows_of(self.lse, group),
-            task.local_target(self.target, group, columns),
-            self._slopes(group),
-            softcap=task.softcap,
-            bias_grad=None if d_bias is None else d_bias[columns],
-        )
+        tiles = self.tiles
+        rows = tiles.load(group)
+        tile = tiles.logits(rows, columns)[: group.stop - group.start]
+        tiles.derive(tile, group, columns, tiles.task.rows_of(self.lse, group), self._slopes(group), d_bias)
         return rows, tile
 
     def _slopes(self, group: slice) -> Slopes:
-        """Return the derivatives by the statistics of each row of `group`, logit_scale included."""
-        rows_of, head = self.task.rows_of, self.task.head
+        """Return the derivatives by the statistics of each token of `group`, logit_scale included."""
+        task = self.tiles.task
         nll, lse, entropy, mean = (
-            None if each is None else rows_of(each, group) * self.task.logit_scale for each in self.upstream
+            None if each is None else task.rows_of(each, group) * task.logit_scale for each in self.upstream
         )
-        softmax = self.work.strip.new_zeros(group.stop - group.start)
+        softmax = self.tiles.work.strip.new_zeros(group.stop - group.start)
         for each in (nll, lse):
             if each is not None:
                 softmax.add_(each)
         return Slopes(
             softmax=softmax,
             target=nll,
-            uniform=None if mean is None else mean / -head.vocab_size,
+            uniform=None if mean is None else mean / -task.head.vocab_size,
             entropy=entropy,
-            mean_logit=None if entropy is None else rows_of(self.lse, group) - rows_of(self.entropy, group),
+            mean_logit=None if entropy is None else task.rows_of(self.lse, group) - task.rows_of(self.entropy, group),
         )
 
     def _grow(self, total: Tensor, index: Tensor | None, tile: Tensor, group: slice, columns: slice) -> None:
         """Add the share of `tile` to `total`, at the rows of `group` or, through `index`, at its tokens."""
-        work, fresh = self.work, columns.start == 0
         if index is None:
-            _multiply(work, total[group], tile, self.weight[columns], fresh=fresh)
+            self.tiles.add_hidden_grad(total[group], tile, columns)
             return
-        row_grads = work.row_grads[: len(tile)]
-        if not fresh:
+        row_grads = self.tiles.work.row_grads[: len(tile)]
+        if columns.start > 0:
             torch.index_select(total, 0, index[group], out=row_grads)
-        _multiply(work, row_grads, tile, self.weight[columns], fresh=fresh)
+        self.tiles.add_hidden_grad(row_grads, tile, columns)
         total.index_copy_(0, index[group], row_grads)
-
-
-def _multiply(work: Workspace, total: Tensor, tile: Tensor, weight: Tensor, *, fresh: bool) -> None:
-    """Add tile @ weight to `total`, or set it when `fresh`."""
-    for columns, chunk in weight_chunks(work, weight):
-        accumulate(work, total, tile[:, columns], chunk, fresh=fresh and columns.start == 0)

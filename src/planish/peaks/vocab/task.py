@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from planish.peaks.vocab.tile import Workspace, fill
+from planish.peaks.vocab.tile import Workspace
 from planish.price.vocab import ROW_STEP, Head, Tiling, block_ranges, round_up
 
 
@@ -59,25 +59,6 @@ class Task:
         """Return the entries of per-token `source` that belong to `group`."""
         return source[group] if self.index is None else source.index_select(0, self.index[group])
 
-    def local_target(self, target: Tensor, group: slice, columns: slice) -> Tensor:
-        """Return the target of each row of `group` as a column of `columns`, negative where it lies outside."""
-        local = self.rows_of(target, group) - columns.start
-        return local.masked_fill_(local >= columns.stop - columns.start, -1)
-
-    def load(self, work: Workspace, hidden: Tensor, group: slice) -> Tensor:
-        """Return the hidden states of `group` in the compute dtype, followed by zeros up to a multiple of ROW_STEP."""
-        count = group.stop - group.start
-        rows = work.rows[: round_up(count, ROW_STEP)]
-        rows[count:].zero_()
-        if self.index is None:
-            rows[:count].copy_(hidden[group])
-        else:
-            chosen = rows[:count] if work.gather is None else work.gather[:count]
-            torch.index_select(hidden, 0, self.index[group], out=chosen)
-            if work.gather is not None:
-                rows[:count].copy_(chosen)
-        return rows
-
     def scatter(self, work: Workspace, values: Tensor, out: Tensor, group: slice) -> None:
         """Write `values` of `group` to its tokens in `out`, rounded to its dtype; `work.rows` may be used up."""
         if self.index is None:
@@ -87,14 +68,3 @@ class Task:
             scratch = work.rows if work.gather is None else work.gather
             values = scratch[: len(values)].copy_(values)
         out.index_copy_(0, self.index[group], values)
-
-    def fill(self, work: Workspace, rows: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:
-        """Return a tile of logits."""
-        return fill(
-            work,
-            rows,
-            weight[columns],
-            None if bias is None else bias[columns],
-            logit_scale=self.logit_scale,
-            softcap=self.softcap,
-        )

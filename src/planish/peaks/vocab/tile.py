@@ -16,7 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from planish.price.vocab import BLOCK, Buffers, block_ranges
+from planish.price.vocab import BLOCK, Buffers
 
 LOG2E = math.log2(math.e)
 FLOOR = -1e38
@@ -66,28 +66,22 @@ def strips(tile: Tensor, strip: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield slice(start, stop), strip[: (stop - start) * columns].view(stop - start, columns)
 
 
-def weight_chunks(work: Workspace, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield ranges of rows of `weight`, with those rows in the compute dtype: all at once, or cast in pieces."""
-    if work.cast is None:
-        yield slice(0, len(weight)), weight
-        return
-    for _, start, stop in block_ranges(len(weight), max(1, len(work.cast) // BLOCK)):
-        yield slice(start, stop), work.cast[: stop - start].copy_(weight[start:stop])
-
-
 def fill(
-    work: Workspace, rows: Tensor, weight: Tensor, bias: Tensor | None, *, logit_scale: float, softcap: float | None
-) -> Tensor:
-    """Return the tile softcap(logit_scale * (rows @ weight^T + bias)), in the compute dtype."""
-    tile = work.tile.view(-1)[: len(rows) * len(weight)].view(len(rows), len(weight))
-    for columns, chunk in weight_chunks(work, weight):
-        out = tile[:, columns]
-        start, beta = (out, 0.0) if bias is None else (bias[columns], logit_scale)
-        torch.addmm(start, rows, chunk.t(), beta=beta, alpha=logit_scale, out=out)
+    tile: Tensor,
+    strip: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    logit_scale: float,
+    softcap: float | None,
+) -> None:
+    """Fill `tile` with softcap(logit_scale * (rows @ weight^T + bias)); `strip` is scratch."""
+    start, beta = (tile, 0.0) if bias is None else (bias, logit_scale)
+    torch.addmm(start, rows, weight.t(), beta=beta, alpha=logit_scale, out=tile)
     if softcap is not None:
-        for span, strip in strips(tile, work.strip):
-            tile[span].copy_(strip.copy_(tile[span]).div_(softcap).tanh_().mul_(softcap))
-    return tile
+        for span, wide in strips(tile, strip):
+            tile[span].copy_(wide.copy_(tile[span]).div_(softcap).tanh_().mul_(softcap))
 
 
 def fold(work: Workspace, tile: Tensor, first_block: int) -> None:

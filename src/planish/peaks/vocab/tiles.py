@@ -1,0 +1,106 @@
+"""The tiles of one pass over tokens and vocabulary, and what both strategies do with each of them."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from planish.peaks.vocab.task import Task
+from planish.peaks.vocab.tile import Slopes, Workspace, accumulate, combine, differentiate, fill, fold, pick
+from planish.price.vocab import ROW_STEP, Pass, round_up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """The operands of one pass and its working buffers; a tile is a group of valid tokens by a range of columns.
+
+    `bias` is in the compute dtype; the weight is cast tile by tile where it is in another.
+    """
+
+    task: Task
+    work: Workspace
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+
+    @classmethod
+    def prepare(
+        cls, which: Pass, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, task: Task
+    ) -> Self:
+        """Return the operands with the working buffers of pass `which`, the valid tokens looked up."""
+        work = Workspace.allocate(task.tiling.buffers(task.head, which), hidden.device)
+        return cls(
+            task=task.indexed(target),
+            work=work,
+            hidden=hidden,
+            weight=weight,
+            bias=None if bias is None else bias.to(work.tile.dtype),
+            target=target,
+        )
+
+    def load(self, group: slice) -> Tensor:
+        """Return the hidden states of `group` in the compute dtype, followed by zeros up to a multiple of ROW_STEP."""
+        work, index, count = self.work, self.task.index, group.stop - group.start
+        rows = work.rows[: round_up(count, ROW_STEP)]
+        rows[count:].zero_()
+        if index is None:
+            rows[:count].copy_(self.hidden[group])
+        elif work.gather is None:
+            torch.index_select(self.hidden, 0, index[group], out=rows[:count])
+        else:
+            rows[:count].copy_(torch.index_select(self.hidden, 0, index[group], out=work.gather[:count]))
+        return rows
+
+    def at(self, rows: Tensor, columns: slice) -> Tensor:
+        """Return the place of the tile of `rows` and `columns`: its own where tiles are kept, else that of all."""
+        width = columns.stop - columns.start
+        start = len(rows) * columns.start if self.task.tiling.keeps_tiles else 0
+        return self.work.tile.view(-1)[start : start + len(rows) * width].view(len(rows), width)
+
+    def logits(self, rows: Tensor, columns: slice) -> Tensor:
+        """Return a tile of logits."""
+        tile, task = self.at(rows, columns), self.task
+        bias = None if self.bias is None else self.bias[columns]
+        weight = self._weight(columns)
+        fill(tile, self.work.strip, rows, weight, bias, logit_scale=task.logit_scale, softcap=task.softcap)
+        return tile
+
+    def scan(self, group: slice, rows: Tensor) -> dict[str, Tensor]:
+        """Return nll and the wanted statistics of each token of `group`, from one tile of logits after the other."""
+        count = group.stop - group.start
+        target_logit = self.work.strip.new_zeros(count)
+        for block, columns in self.task.column_groups():
+            tile = self.logits(rows, columns)[:count]
+            fold(self.work, tile, block)
+            target_logit.add_(pick(tile, self._local_target(group, columns)))
+        found = combine(self.work, count, self.task.head.vocab_size)
+        found["nll"] = found["lse"] - target_logit
+        return found
+
+    def derive(
+        self, tile: Tensor, group: slice, columns: slice, lse: Tensor, slopes: Slopes, d_bias: Tensor | None
+    ) -> None:
+        """Overwrite a tile of logits by the derivative of the loss, and add its sum over the rows to `d_bias`."""
+        local = self._local_target(group, columns)
+        bias_grad = None if d_bias is None else d_bias[columns]
+        differentiate(self.work, tile, lse, local, slopes, softcap=self.task.softcap, bias_grad=bias_grad)
+
+    def add_weight_grad(self, total: Tensor, tile: Tensor, rows: Tensor, *, fresh: bool) -> None:
+        """Add the share of a tile of derivatives to its columns' gradient of the weight, or set it when `fresh`."""
+        accumulate(self.work, total, tile.t(), rows[: len(tile)], fresh=fresh)
+
+    def add_hidden_grad(self, total: Tensor, tile: Tensor, columns: slice) -> None:
+        """Add the share of a tile of derivatives to its rows' gradient of hidden; that of the first tile is set."""
+        accumulate(self.work, total, tile, self._weight(columns), fresh=columns.start == 0)
+
+    def _weight(self, columns: slice) -> Tensor:
+        """Return rows of the weight in the compute dtype."""
+        weight = self.weight[columns]
+        return weight if self.work.cast is None else self.work.cast[: len(weight)].copy_(weight)
+
+    def _local_target(self, group: slice, columns: slice) -> Tensor:
+        """Return the target of each token of `group` as a column of `columns`, negative where it lies outside."""
+        local = self.task.rows_of(self.target, group) - columns.start
+        return local.masked_fill_(local >= columns.stop - columns.start, -1)
