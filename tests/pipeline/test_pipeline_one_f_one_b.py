@@ -26,7 +26,7 @@ def check_counts_and_bubble(p, head, ratio, unit_costs):
     assert simulate(schedule, costs).bubble <= fill / (work + fill) + 0.06
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("ratio", [0.25, 2.0])
 @pytest.mark.parametrize("head", SHARED)
 @pytest.mark.parametrize("p", [2, 3, 4, 7, 8])
 def test_in_flight_is_exact_and_the_bubble_near_the_fill_bound(p, head, ratio, unit_costs):

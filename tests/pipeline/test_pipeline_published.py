@@ -83,8 +83,8 @@ def test_redistribution_leaves_the_last_stage_the_published_layers(vocabulary, o
     assert published.redistribute(32, 8, head_layers)[-1] == on_last
 
 
-# Counting is the same for all sizes; 1F1B on 32 ranks is left to the benchmark for its time.
-PEAKS = [key for key in TABLES if key[0] == "v-half" or key[1] <= 16]
+# Counting is the same for all sizes; 1F1B on more than 8 ranks is left to the benchmark for its time.
+PEAKS = [key for key in TABLES if key[0] == "v-half" or key[1] == 8]
 
 
 @pytest.mark.parametrize("key", PEAKS, ids=lambda key: "-".join(map(str, key)))

@@ -126,5 +126,29 @@ def test_a_rank_that_waits_for_its_own_later_step_is_refused():
 
 def test_a_pass_without_a_cost_is_refused():
     costs = Costs.uniform(num_ranks=2, num_stages=2, passes={Kind.F: 1.0})
-    with pytest.raises(UsageError, match=r"`costs.passes` has nothing for 1B0; give B one number each"):
+    with pytest.raises(UsageError, match=r"`costs.passes` has nothing for B; give what it takes on each stage or rank"):
         one_f_one_b(num_ranks=2, num_microbatches=1, head=Head.LAST_STAGE, costs=costs)
+    with pytest.raises(UsageError, match=r"`costs.passes` has nothing for B"):
+        one_f_one_b(num_ranks=2, num_microbatches=1, head=Head.VOCAB_1, costs=costs)
+    short = Costs(passes={Kind.F: [1.0, 1.0], Kind.B: [2.0]})
+    with pytest.raises(UsageError, match=r"`costs.passes` has 1 numbers for B, but the schedule has 1B0"):
+        one_f_one_b(num_ranks=2, num_microbatches=1, head=Head.LAST_STAGE, costs=short)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"passes": {Kind.F: [1.0, -0.5]}}, r"`costs.passes\[F\]` must be 0 or more, got -0.5"),
+        ({"send": float("nan")}, "`costs.send` must be 0 or more, got nan"),
+        ({"collectives": {Kind.C1: float("inf")}}, r"`costs.collectives\[C1\]` must be 0 or more, got inf"),
+    ],
+)
+def test_costs_that_are_no_time_are_refused(change, message):
+    with pytest.raises(UsageError, match=message):
+        Costs(**{"passes": {}} | change)
+
+
+def test_passes_that_all_take_nothing_are_refused(unit_costs):
+    free = Costs.uniform(num_ranks=2, num_stages=2, passes=dict.fromkeys(PASSES, 0.0))
+    with pytest.raises(UsageError, match=r"`costs.passes` must not all be 0"):
+        one_f_one_b(num_ranks=2, num_microbatches=1, head=Head.VOCAB_2, costs=free)

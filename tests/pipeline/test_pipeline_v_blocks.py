@@ -25,7 +25,7 @@ def check_v_half(p, head, ratio, unit_costs):
     assert simulate(schedule, costs).bubble <= fill / (work + fill) + 0.06
 
 
-@pytest.mark.parametrize("ratio", [0.5, 4.0])
+@pytest.mark.parametrize("ratio", [2.0])
 @pytest.mark.parametrize("head", Head)
 @pytest.mark.parametrize("p", [2, 3, 4, 5, 8])
 def test_v_half_keeps_half_in_flight_on_every_rank(p, head, ratio, unit_costs):

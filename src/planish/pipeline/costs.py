@@ -1,5 +1,6 @@
 """What passes and transfers take, by stage or by rank."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -23,6 +24,13 @@ class Costs:
     send: float = 0.0
     collectives: Mapping[Kind, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        named = [*((f"passes[{kind}]", each) for kind, row in self.passes.items() for each in row), ("send", self.send)]
+        named += [(f"collectives[{kind}]", each) for kind, each in self.collectives.items()]
+        for name, value in named:
+            if not 0 <= value < math.inf:
+                raise UsageError(f"`costs.{name}` must be 0 or more, got {value}.")
+
     @classmethod
     def uniform(
         cls,
@@ -41,16 +49,30 @@ class Costs:
             collectives=collectives or {},
         )
 
+    def row(self, kind: Kind) -> Sequence[float]:
+        """Return what the passes of `kind` take, by stage or by rank.
+
+        Raises:
+            UsageError: There is nothing for `kind`.
+        """
+        if kind not in self.passes:
+            raise UsageError(f"`costs.passes` has nothing for {kind}; give what it takes on each stage or rank.")
+        return self.passes[kind]
+
     def of(self, action: Action) -> float:
         """Return what the pass `action` takes.
 
         Raises:
-            UsageError: Its kind or its stage has no cost.
+            UsageError: There is nothing for its kind or its stage.
         """
-        try:
-            return self.passes[action.kind][action.stage]
-        except LookupError:
-            raise UsageError(f"`costs.passes` has nothing for {action}; give {action.kind} one number each.") from None
+        row = self.row(action.kind)
+        if action.stage >= len(row):
+            raise UsageError(f"`costs.passes` has {len(row)} numbers for {action.kind}, but the schedule has {action}.")
+        return row[action.stage]
+
+    def collective(self, kind: Kind) -> float:
+        """Return what the collective `kind` takes."""
+        return self.collectives.get(kind, 0.0)
 
     def with_waiting_senders(self, stage_ranks: Sequence[int]) -> Self:
         """Return the costs of a runtime whose sender waits for its transfer: the pass is longer by `send`.

@@ -6,20 +6,20 @@ each rank the forward directly follows a backward, so that a microbatch stays ex
 than on the one after it, and 1 + barriers periods on the last: p + 1 (Vocab-2), p + 2 (Vocab-1), p + 3 (naive) in
 flight on the first, whatever S and T cost. The rest of the cycle belongs to S and T, apart from each other and in the
 order that suits the rank: between the last forward and its backward the barriers leave windows as wide as a period, so
-that each finds its place. IF rides behind S at least C_IF early, IB at least C_IB late (appendix C).
+that each finds its place. IF rides behind S at least C_IF early, IB at least C_IB late (appendix C). Before its first
+backward and after its last forward a rank runs whatever is ready, which changes no count.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from itertools import permutations
 
+from planish.errors import UsageError
 from planish.pipeline.actions import Action, Head, Kind
 from planish.pipeline.costs import Costs
 from planish.pipeline.periodic import Repeated, repeat
 from planish.pipeline.schedule import Schedule, check_sizes
 from planish.pipeline.simulate import simulate
-
-Starts = Mapping[Kind, float]
 
 
 def one_f_one_b(*, num_ranks: int, num_microbatches: int, head: Head, costs: Costs) -> Schedule:
@@ -60,66 +60,66 @@ def _plain(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ..
 
 def _cycles(num_ranks: int, head: Head, costs: Costs) -> tuple[list[list[Repeated]], float]:
     """Return the starts of microbatch 0's passes on each rank, and the period. See [Note: modulo scheduling]."""
-    seconds = costs.passes
-    slots = {kind: list(seconds[kind]) for kind in head.passes}
-    slots[Kind.S] = [sum(slot) for slot in zip(seconds[Kind.S], seconds[Kind.IF], seconds[Kind.IB], strict=True)]
-    period = max(map(sum, zip(seconds[Kind.F], seconds[Kind.B], *slots.values(), strict=True)))
+    ranks = range(num_ranks)
+    f, b, s, rows, rows_back = (costs.row(kind) for kind in (Kind.F, Kind.B, Kind.S, Kind.IF, Kind.IB))
+    slots = {kind: list(costs.row(kind)) for kind in head.passes}
+    slots[Kind.S] = [s[rank] + rows[rank] + rows_back[rank] for rank in ranks]
+    period = max(f[rank] + b[rank] + sum(slot[rank] for slot in slots.values()) for rank in ranks)
+    if period == 0:
+        raise UsageError("`costs.passes` must not all be 0; give what the passes take.")
 
     last = num_ranks - 1
     backward = [0.0] * num_ranks
     for rank in reversed(range(last)):
-        backward[rank] = backward[rank + 1] + seconds[Kind.B][rank + 1] + costs.send
-    in_flight = [num_ranks - rank + len(head.barriers) for rank in range(num_ranks)]
-    forward = [backward[rank] + seconds[Kind.B][rank] - in_flight[rank] * period for rank in range(num_ranks)]
+        backward[rank] = backward[rank + 1] + b[rank + 1] + costs.send
+    forward = [backward[rank] + b[rank] - (num_ranks - rank + len(head.barriers)) * period for rank in ranks]
+    opens = _windows(forward[last] + f[last], backward[last], period, head, costs)
+    starts = []
+    for rank in ranks:
+        own = {kind: slot[rank] for kind, slot in slots.items()}
+        starts.append(_place(forward[rank] + f[rank], own, opens, period, head))
 
-    opens = _windows(forward[last] + seconds[Kind.F][last], backward[last], period, head, costs)
-    shared = []
-    for rank in range(num_ranks):
-        free_at = forward[rank] + seconds[Kind.F][rank]
-        own = {kind: slots[kind][rank] for kind in head.passes}
-        shared.append(_place(free_at, own, opens, period, head, costs))
-
-    rows_end = [starts[Kind.S] + seconds[Kind.S][r] + seconds[Kind.IF][r] for r, starts in enumerate(shared)]
-    early = _periods(max(rows_end) + costs.collectives.get(Kind.CIF, 0.0) - forward[0], period)
-    backward_end = backward[0] + seconds[Kind.B][0] + costs.collectives.get(Kind.CIB, 0.0)
-    late = _periods(backward_end - min(rows_end), period)
+    # All ranks bring IF `early` periods before F of rank 0, and take IB `late` periods after its B.
+    rows_end = [starts[rank][Kind.S] + s[rank] + rows[rank] for rank in ranks]
+    early = _periods(max(rows_end) + costs.collective(Kind.CIF) - forward[0], period)
+    late = _periods(backward[0] + b[0] + costs.collective(Kind.CIB) - min(rows_end), period)
     cycles = []
-    for rank, starts in enumerate(shared):
-        passes = {Kind.IF: starts[Kind.S] + seconds[Kind.S][rank] - early * period}
-        passes |= {Kind.IB: rows_end[rank] + late * period, **starts, Kind.F: forward[rank], Kind.B: backward[rank]}
+    for rank in ranks:
+        passes = {Kind.IF: rows_end[rank] - rows[rank] - early * period, Kind.IB: rows_end[rank] + late * period}
+        passes |= {**starts[rank], Kind.F: forward[rank], Kind.B: backward[rank]}
         cycles.append([Repeated(start, rank, kind) for kind, start in passes.items()])
     return cycles, period
 
 
-def _windows(forward_end: float, backward: float, period: float, head: Head, costs: Costs) -> list[float]:
-    """Return when the window of each pass of the chain opens, and the backward as the end of the last one.
+def _windows(forward_end: float, backward: float, period: float, head: Head, costs: Costs) -> list[tuple[float, float]]:
+    """Return when the window of each pass of the chain opens and closes, and Vocab-2's T its open end.
 
-    A pass may start anywhere in a period, so a window is a period, the pass and the barrier long; what the chain leaves
-    over, or lacks, is divided evenly.
+    A pass may start anywhere in a period, so a window is a period and the pass long; what the barriers between the last
+    forward and its backward leave over, or lack, is divided evenly.
     """
-    transfer = [costs.collectives.get(kind, 0.0) for kind in (Kind.C0, *head.barriers)]
-    lengths = [period + max(costs.passes[kind]) for kind in head.passes[: len(head.barriers)]]
-    begin = forward_end + transfer[0]
-    spare = (backward - begin - sum(lengths) - sum(transfer[1:])) / len(lengths)
-    opens = [begin]
-    for length, barrier in zip(lengths, transfer[1:], strict=True):
-        opens.append(opens[-1] + length + barrier + spare)
-    return opens
+    opens = forward_end + costs.collective(Kind.C0)
+    chain = list(zip(head.passes, head.barriers, strict=False))
+    lengths = [period + max(costs.row(kind)) for kind, _ in chain]
+    spare = backward - opens - sum(lengths) - sum(costs.collective(barrier) for _, barrier in chain)
+    windows = []
+    for length, (_, barrier) in zip(lengths, chain, strict=True):
+        closes = opens + length + spare / len(chain)
+        windows.append((opens, closes))
+        opens = closes + costs.collective(barrier)
+    return [*windows, (opens, math.inf)]
 
 
 def _place(
-    free_at: float, slots: Mapping[Kind, float], opens: Sequence[float], period: float, head: Head, costs: Costs
-) -> Starts:
+    free_at: float, slots: Mapping[Kind, float], windows: Sequence[tuple[float, float]], period: float, head: Head
+) -> dict[Kind, float]:
     """Return the starts of one rank's vocabulary passes: of all orders the one that is least late, then earliest."""
     candidates = []
     for order in permutations(head.passes):
         phase, late, starts = free_at, 0.0, dict[Kind, float]()
         for kind in order:
-            window = head.passes.index(kind)
-            starts[kind] = phase + _periods(opens[window] - phase, period) * period
-            if window < len(head.barriers):
-                barrier = costs.collectives.get(head.barriers[window], 0.0)
-                late += max(0.0, starts[kind] + slots[kind] + barrier - opens[window + 1])
+            opens, closes = windows[head.passes.index(kind)]
+            starts[kind] = phase + _periods(opens - phase, period) * period
+            late += max(0.0, starts[kind] + slots[kind] - closes)
             phase += slots[kind]
         candidates.append((late, sum(starts.values()), starts))
     return min(candidates, key=lambda each: each[:2])[2]

@@ -149,7 +149,7 @@ class _Simulation:
         self.brought[kind, i] += 1
         if self.brought[kind, i] == self.contributors[kind]:
             everyone = (Action(rank, kind, i) for rank in range(self.schedule.num_ranks))
-            seconds = self.costs.collectives.get(kind, 0.0)
+            seconds = self.costs.collective(kind)
             self.channel_free = self.start(max(now, self.channel_free), seconds, *everyone)
 
     def advance(self, rank: int, now: float) -> None:
