@@ -19,6 +19,7 @@ from planish.train.evaluate import evaluate
 from planish.train.facts import AssumedFacts
 from planish.train.job import Job, build_optimizer
 from planish.train.loop import train_step
+from planish.train.model_folder import published, weight_groups
 
 _STEPS = 2
 
@@ -67,7 +68,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """What the run will hold: the worst moment of each phase over the first two steps, evaluation included."""
+    """What the run will hold: the worst moment of each phase over two steps, an evaluation and a checkpoint."""
 
     phases: dict[Phase, PhasePeak]
 
@@ -116,10 +117,13 @@ def dry_run(run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal
             )
             records = [ledger.end_step()]
             records += [train_step(job, step).memory for step in range(1, _STEPS + 1)]
+            ledger.start_step(_STEPS)
             if run.data.eval:
-                ledger.start_step(_STEPS)
                 evaluate(engine, job.eval_batches())
-                records.append(ledger.end_step())
+            with ledger.phase("save"):
+                for group in weight_groups(engine.anatomy.model):
+                    published(engine.anatomy.model, group)
+            records.append(ledger.end_step())
     phases: dict[Phase, PhasePeak] = {}
     for record in records:
         for phase, peak in record.phases.items():

@@ -69,9 +69,26 @@ def _config_as_saved(model: PreTrainedModel) -> Any:
     return config
 
 
-def _write_weights(folder: Path, model: PreTrainedModel) -> dict[str, str]:
+def weight_groups(model: PreTrainedModel) -> list[dict[str, Tensor]]:
+    """Return the weights in groups that are published on their own: all of them if none is converted, else by layer."""
     weights = weights_of(model)
-    groups = _groups(model, weights)
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
+    if revert_weight_conversion(model, dict(shapes)).keys() == shapes.keys():
+        return [weights]
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights.items():
+        layer = _LAYER.match(name)
+        groups.setdefault(layer.group(1) if layer else "", {})[name] = tensor
+    return list(groups.values())
+
+
+def published(model: PreTrainedModel, group: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a group's weights in the names and form that transformers publishes; converted ones are new tensors."""
+    return revert_weight_conversion(model, dict(group))
+
+
+def _write_weights(folder: Path, model: PreTrainedModel) -> dict[str, str]:
+    groups = weight_groups(model)
     stored: dict[str, str] = {}
     weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, start=1):
@@ -82,33 +99,24 @@ def _write_weights(folder: Path, model: PreTrainedModel) -> dict[str, str]:
         saved_as = {memory: name for name, memory in memory_of.items()}
         stored |= {name: saved_as[_memory(each)] for name, each in group.items() if _memory(each) in saved_as}
     if len(groups) > 1:
-        index = {"metadata": {"total_size": sum(each.nbytes for each in weights.values())}, "weight_map": weight_map}
+        index = {
+            "metadata": {"total_size": sum(each.nbytes for group in groups for each in group.values())},
+            "weight_map": weight_map,
+        }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
     return stored
 
 
 def _write_converted(path: Path, model: PreTrainedModel, group: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
     """Write `group` in its published form; return the names, and where each tensor lay. No tensor outlives this."""
-    saved = revert_weight_conversion(model, dict(group))
+    saved = published(model, group)
     write_safetensors(path, saved, {"format": "pt"})
     return {name: _memory(tensor) for name, tensor in saved.items()}
 
 
-def _groups(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return the weights in groups that convert on their own: all of them if none is converted, else by layer."""
-    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
-    if revert_weight_conversion(model, dict(shapes)).keys() == shapes.keys():
-        return [dict(weights)]
-    groups: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in weights.items():
-        layer = _LAYER.match(name)
-        groups.setdefault(layer.group(1) if layer else "", {})[name] = tensor
-    return list(groups.values())
-
-
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
     """Return what two names of one tensor share."""
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
