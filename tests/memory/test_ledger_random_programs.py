@@ -60,7 +60,9 @@ class Count:
         return self.pool[index % len(self.pool)]
 
     def look(self, *also):
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*self.pool, *also)}
+        tensors = [*self.pool, *also]
+        tensors += [each._base for each in tensors if each._base is not None]  # a view keeps it, even after `set_`
+        storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
         self.foreign &= set(storages)
         self.lives = {key: life for key, life in self.lives.items() if key in storages}
         for key in storages.keys() - self.foreign:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from planish.memory.book import CATEGORIES, PHASES, Category, Phase, Record
 from planish.memory.timeline import Point
@@ -75,7 +75,7 @@ class StepMemory:
         return max((peak.peak_bytes for peak in self.phases.values()), default=0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the step as plain data that `from_dict` reads back."""
+        """Return the step as plain data for JSON; an owner is (owner, category, shape, dtype, count, total bytes)."""
         return {
             "step": self.step,
             "peak_bytes": self.peak_bytes,
@@ -94,21 +94,6 @@ class StepMemory:
             },
             "timeline": [[round(seconds, 6), live_bytes, phase] for seconds, live_bytes, phase in self.timeline],
         }
-
-    @classmethod
-    def from_dict(cls, tree: dict[str, Any]) -> Self:
-        """Return the step that `to_dict` wrote."""
-        phases: dict[Phase, PhasePeak] = {}
-        for phase, peak in tree["phases"].items():
-            owners = tuple(
-                Held(owner=owner, category=category, shape=tuple(shape), dtype=dtype, count=count, total_bytes=total)
-                for owner, category, shape, dtype, count, total in peak["owners"]
-            )
-            phases[phase] = PhasePeak(
-                peak_bytes=peak["peak_bytes"], at_s=peak["at_s"], categories=peak["categories"], owners=owners
-            )
-        timeline = tuple((seconds, live_bytes, phase) for seconds, live_bytes, phase in tree["timeline"])
-        return cls(step=tree["step"], phases=phases, timeline=timeline)
 
 
 def sum_by_category(records: Iterable[Record]) -> dict[Category, int]:
