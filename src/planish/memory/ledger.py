@@ -65,7 +65,7 @@ class Ledger(TorchDispatchMode):
     exact and free, see `ProcessMeter`. There the ledger is not entered; its phases, categories and steps may still be
     named, and count nothing.
 
-    Memory:    no tensor is kept alive; some 0.5 KiB for each storage that is alive or was at a phase's peak.
+    Memory:    no tensor is kept alive; about 2 KiB for each storage that is alive or was at a phase's peak.
     Exactness: equal to the bytes of all live storages after every operation of this thread; what an operation
         allocates and frees inside itself is not seen.
 
