@@ -11,7 +11,7 @@ from planish.memory.far_disk import disk_tier
 from planish.memory.far_host import HostSlab, identity_tier
 from planish.memory.far_simulated import throttled_tier
 from planish.peaks.boundary.store import BoundaryStore
-from planish.price.boundary import Boundaries, slot_bytes
+from planish.price.boundary import Boundaries, Depth, slot_bytes
 
 WIDTH = 16
 
@@ -84,7 +84,8 @@ def make_store(tmp_path):
         }
         plan = Boundaries(num_boundaries=num_layers, num_slots=slots, every=every, keep_last=keep_last)
         tiers = [tier if not isinstance(tier, str) else kinds[tier]()] if slots else []
-        stores.append(BoundaryStore(plan, boundary_bytes=nbytes, tiers=tiers, **label))
+        depth = Depth(num_boundaries=num_layers, boundary_bytes=nbytes)
+        stores.append(BoundaryStore(plan, depth=depth, tiers=tiers, **label))
         return stores[-1]
 
     yield make
@@ -103,11 +104,3 @@ def grads_of():
         return [loss.detach().clone(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
 
     return grads
-
-
-@pytest.fixture
-def in_use():
-    def count(store):
-        return sum(pool.in_use for _, pool in store._pools)
-
-    return count

@@ -13,6 +13,7 @@ from planish.memory.allocator import fix_malloc_thresholds
 from planish.memory.meter import ProcessMeter
 from planish.peaks.boundary.offload import FarBudget, open_store
 from planish.peaks.boundary.store import PLAIN
+from planish.price.boundary import Depth
 
 LAYERS, TOKENS, WIDTH = 20, 16384, 128
 NBYTES = TOKENS * WIDTH * 4
@@ -27,7 +28,7 @@ def main(folder: str) -> None:
     if folder != "plain":
         budget = FarBudget(disk_bytes=2**30, folder=Path(folder))
         device = torch.device("cpu")
-        store = open_store(num_boundaries=LAYERS, boundary_bytes=NBYTES, budget=budget, device=device)
+        store = open_store(Depth(num_boundaries=LAYERS, boundary_bytes=NBYTES), budget, device=device)
         checkpoints = [store.checkpoint(index) for index in range(LAYERS)]
     torch.ones(64, 64).matmul(torch.ones(64, 64))
     meter = ProcessMeter()

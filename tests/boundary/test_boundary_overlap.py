@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planish.memory.far_host import HostSlab
 from planish.memory.far_simulated import Clock, simulated_tier, throttled_tier
 from planish.peaks.boundary.store import BoundaryStore
-from planish.price.boundary import Boundaries, least_every, slot_bytes
+from planish.price.boundary import Boundaries, Depth, least_every, slot_bytes
 
 NUM = 8
 NBYTES = 3 * 5 * 16 * 4
@@ -21,7 +21,7 @@ def virtual_step(model, copy_s, every):
     clock = Clock()
     tier = simulated_tier(HostSlab(NUM * slot_bytes(NBYTES), lock=False), clock, bytes_per_s=NBYTES / copy_s)
     plan = Boundaries(num_boundaries=NUM, num_slots=NUM, every=every)
-    with BoundaryStore(plan, boundary_bytes=NBYTES, tiers=[tier]) as store:
+    with BoundaryStore(plan, depth=Depth(num_boundaries=NUM, boundary_bytes=NBYTES), tiers=[tier]) as store:
 
         def timed(run):
             def call(layer, hidden, mask):
@@ -62,7 +62,7 @@ def test_in_real_threads_at_least_nine_tenths_are_hidden_where_the_price_says_so
     assert least_every(write_s=latency_s, read_s=latency_s, forward_s=layer_s, backward_s=layer_s) == 1
     slow = throttled_tier(HostSlab(NUM * slot_bytes(NBYTES), lock=False), bytes_per_s=1e12, latency_s=latency_s)
     plan = Boundaries(num_boundaries=NUM, num_slots=NUM)
-    with BoundaryStore(plan, boundary_bytes=NBYTES, tiers=[slow]) as store:
+    with BoundaryStore(plan, depth=Depth(num_boundaries=NUM, boundary_bytes=NBYTES), tiers=[slow]) as store:
 
         def busy(run):
             def call(layer, hidden, mask):

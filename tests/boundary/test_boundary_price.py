@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planish.price.boundary import Boundaries, least_every, slots_in
+from planish.price.boundary import Boundaries, Depth, least_every
 
 GIB = 2**30
 # gpt-oss-20b on 8 GPUs: 557,056 tokens / 8 ranks x 2,880 x bfloat16, 47 boundaries (arXiv 2609.14306, section 3.3).
@@ -13,7 +13,8 @@ PAPER_BYTES = 557_056 // 8 * 2880 * 2
 
 @pytest.mark.parametrize(("budget", "expected"), [(0, 0), (8 * GIB, 21), (16 * GIB, 42), (2**50, 47)])
 def test_the_published_budget_sweep(budget, expected):
-    plan = Boundaries(num_boundaries=47, num_slots=slots_in(budget, PAPER_BYTES), keep_last=0)
+    depth = Depth(num_boundaries=47, boundary_bytes=PAPER_BYTES)
+    plan = Boundaries(num_boundaries=47, num_slots=budget // depth.slot_bytes, keep_last=0)
     assert plan.offloaded == tuple(range(expected))
 
 

@@ -5,7 +5,7 @@ import pytest
 from planish.memory.far_host import HostSlab
 from planish.memory.far_simulated import Clock, simulated_tier
 from planish.memory.happens_before import Journal
-from planish.peaks.boundary.store import _Boundary
+from planish.peaks.boundary.parked import Parked
 from planish.price.boundary import slot_bytes
 
 NBYTES = 3 * 5 * 16 * 4
@@ -54,25 +54,19 @@ def test_steps_that_reuse_slots_have_no_race(stack, watched, kind, every, in_fli
 
 
 def test_a_source_that_is_dropped_before_it_has_left_is_found(stack, watched, kind, monkeypatch):
-    def leave(boundary):
-        boundary._tensor = None
-
-    monkeypatch.setattr(_Boundary, "leave", leave)
+    monkeypatch.setattr(Parked, "leave", lambda parked: setattr(parked, "_tensor", None))
     store, journal = watched()
     train(stack(), store, kind, steps=1)
     assert any("a write by caller is not ordered after a read by simulated out" in race for race in journal.races)
 
 
 def test_a_boundary_that_is_used_before_it_is_back_is_found(stack, watched, kind, monkeypatch):
-    def again(boundary, label):
-        slot = boundary._slot
-        if slot is None:
-            return boundary._tensor
-        boundary.fetch(label)
-        (tensor, _), slot.fetched = slot.fetched, None
+    def again(parked, label):
+        parked.fetch(label)
+        (tensor, _), parked._fetched = parked._fetched, None
         return tensor
 
-    monkeypatch.setattr(_Boundary, "tensor_again", again)
+    monkeypatch.setattr(Parked, "again", again)
     store, journal = watched()
     train(stack(), store, kind, steps=1)
     assert any("a read by caller is not ordered after a write by simulated in" in race for race in journal.races)

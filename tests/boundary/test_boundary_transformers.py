@@ -19,6 +19,7 @@ from planish.methods import Plain, Plan
 from planish.models.anatomy import find
 from planish.models.install import install
 from planish.peaks.boundary.offload import FarBudget, open_store
+from planish.price.boundary import Depth
 
 LAYERS, ROWS, TOKENS, WIDTH = 6, 2, 48, 32
 NBYTES = ROWS * TOKENS * WIDTH * 4
@@ -30,14 +31,11 @@ def open_disk(tmp_path):
     """Return a maker of stores on disk; all are closed at the end."""
     stores = []
 
-    def make(*, num_boundaries=LAYERS, boundary_bytes=NBYTES, disk_bytes=2**30, **rest):
+    def make(*, boundary_bytes=NBYTES, in_flight=1, disk_bytes=2**30, **rest):
         budget = FarBudget(disk_bytes=disk_bytes, folder=tmp_path)
-        device = rest.pop("device", CPU)
-        store = open_store(
-            num_boundaries=num_boundaries, boundary_bytes=boundary_bytes, budget=budget, device=device, **rest
-        )
-        stores.append(store)
-        return store
+        depth = Depth(num_boundaries=LAYERS, boundary_bytes=boundary_bytes, in_flight=in_flight)
+        stores.append(open_store(depth, budget, device=CPU, **rest))
+        return stores[-1]
 
     yield make
     for store in stores:
@@ -176,7 +174,7 @@ def test_nothing_is_allocated_after_the_first_step(tiny_model, open_disk, monkey
     for step in range(3):
         gradients(model, batch(seed=step))
         assert counter == []
-    assert store._pools[0][1].most_in_use == LAYERS - 1
+    assert store._racks[0].pools[0].most_in_use == LAYERS - 1
     open_disk()
     assert sorted(counter) == ["TemporaryFile", "aligned", "posix_fallocate", "start", "start"]
 
@@ -215,23 +213,22 @@ def test_far_memory_is_as_large_as_boundaries_can_use(open_disk):
 
 
 def test_budgets_that_hold_nothing_are_refused(open_disk, tmp_path):
-    sizes = {"num_boundaries": 4, "boundary_bytes": 2**20, "device": CPU}
+    depth = Depth(num_boundaries=4, boundary_bytes=2**20)
     with pytest.raises(UsageError, match=r"`disk` = 0.5 MiB holds no boundary, each takes 1.0 MiB; give it a multiple"):
-        open_store(budget=FarBudget(disk_bytes=2**19, folder=tmp_path), **sizes)
+        open_store(depth, FarBudget(disk_bytes=2**19, folder=tmp_path), device=CPU)
     with pytest.raises(UsageError, match="needs `host` or `disk`; write for instance"):
-        open_store(budget=FarBudget(), **sizes)
+        open_store(depth, FarBudget(), device=CPU)
     with pytest.raises(UsageError, match="`disk` needs `folder`"):
-        open_store(budget=FarBudget(disk_bytes=2**30), **sizes)
+        open_store(depth, FarBudget(disk_bytes=2**30), device=CPU)
     with pytest.raises(UsageError, match="`host` memory is the device's own on a CPU"):
-        open_store(budget=FarBudget(host_bytes=2**30), **sizes)
+        open_store(depth, FarBudget(host_bytes=2**30), device=CPU)
 
 
 def test_host_first_then_disk(tmp_path):
     budget = FarBudget(host_bytes=2 * NBYTES, disk_bytes=2**30, folder=tmp_path)
     with FakeTensorMode():
-        store = open_store(
-            num_boundaries=LAYERS, boundary_bytes=NBYTES, budget=budget, device=torch.device("cuda"), dry=True
-        )
+        depth = Depth(num_boundaries=LAYERS, boundary_bytes=NBYTES)
+        store = open_store(depth, budget, device=torch.device("cuda"), dry=True)
     assert [(tier.name, tier.slab.capacity_bytes // NBYTES) for tier in store.tiers] == [("host", 2), ("disk", 3)]
     store.close()
 

@@ -12,9 +12,26 @@ def slot_bytes(boundary_bytes: int) -> int:
     return ceil(boundary_bytes / PAGE_BYTES) * PAGE_BYTES
 
 
-def slots_in(budget_bytes: int, boundary_bytes: int) -> int:
-    """Return how many boundaries a budget of far memory holds."""
-    return budget_bytes // slot_bytes(boundary_bytes)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Depth:
+    """What a checkpointed model carries from forward to backward.
+
+    Attributes:
+        num_boundaries: Checkpointed layers.
+        boundary_bytes: The largest input of one: rows x tokens x width x item size.
+        kept_bytes: What a layer may keep besides, so as not to compute it again: attention's output, then its lse.
+        in_flight: Microbatches between their forward and their backward at once.
+    """
+
+    num_boundaries: int
+    boundary_bytes: int
+    kept_bytes: tuple[int, ...] = ()
+    in_flight: int = 1
+
+    @property
+    def slot_bytes(self) -> int:
+        """What one layer takes in far memory."""
+        return sum(map(slot_bytes, (self.boundary_bytes, *self.kept_bytes)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,9 @@ from planish.memory.far import FarTier
 from planish.memory.far_disk import RING_BYTES, disk_tier
 from planish.memory.far_host import host_tier
 from planish.memory.far_simulated import dry_tier
-from planish.peaks.boundary.store import BoundaryStore, Label
-from planish.price.boundary import Boundaries, slot_bytes, slots_in
+from planish.peaks.boundary.parked import Label
+from planish.peaks.boundary.store import BoundaryStore
+from planish.price.boundary import Boundaries, Depth
 from planish.units import format_bytes
 
 
@@ -33,13 +34,11 @@ class FarBudget:
 
 
 def open_store(
-    *,
-    num_boundaries: int,
-    boundary_bytes: int,
+    depth: Depth,
     budget: FarBudget,
+    *,
     device: torch.device,
     every: int = 1,
-    in_flight: int = 1,
     dry: bool = False,
     label: Label = lambda *_: None,
 ) -> BoundaryStore:
@@ -48,43 +47,40 @@ def open_store(
     Memory:        `RING_BYTES` of staging with a disk; a host slab of exact size is not the device's.
 
     Args:
-        num_boundaries: Checkpointed layers.
-        boundary_bytes: The largest input of one: rows x tokens x width x item size.
+        depth: What there is to carry.
         budget: Far memory.
         device: Where the model lives.
         every: Every how many-th boundary goes.
-        in_flight: Microbatches between their forward and their backward at once.
         dry: For fake tensors: the same accounts, and nothing is taken or moved.
-        label: Told of each restored boundary.
+        label: Told of each tensor that comes back, by layer.
 
     Raises:
         UsageError: No budget, one below a single boundary, or a disk or host that cannot give it.
     """
-    candidates = Boundaries(num_boundaries=num_boundaries, num_slots=num_boundaries, every=every)
-    wanted = len(candidates.offloaded) * in_flight
-    on_host = min(wanted, _slots("host", budget.host_bytes, boundary_bytes))
-    on_disk = min(wanted - on_host, _slots("disk", budget.disk_bytes, boundary_bytes))
     if not budget.host_bytes and not budget.disk_bytes:
         raise UsageError('offloading boundaries needs `host` or `disk`; write for instance disk = "20GiB".')
+    if budget.host_bytes and device.type == "cpu":
+        raise UsageError("`host` memory is the device's own on a CPU and lowers no peak there; use `disk` instead.")
+    all_go = Boundaries(num_boundaries=depth.num_boundaries, num_slots=depth.num_boundaries, every=every)
+    wanted = len(all_go.offloaded) * depth.in_flight
+    on_host = min(wanted, _slots("host", budget.host_bytes, depth))
+    on_disk = min(wanted - on_host, _slots("disk", budget.disk_bytes, depth))
     tiers: list[FarTier] = []
     if on_host:
-        host_bytes = on_host * slot_bytes(boundary_bytes)
-        if device.type == "cpu":
-            raise UsageError("`host` memory is the device's own on a CPU and lowers no peak there; use `disk` instead.")
-        tiers.append(dry_tier("host", host_bytes) if dry else host_tier(host_bytes, device))
+        nbytes = on_host * depth.slot_bytes
+        tiers.append(dry_tier("host", nbytes) if dry else host_tier(nbytes, device))
     if on_disk:
-        disk_bytes = on_disk * slot_bytes(boundary_bytes)
-        tiers.append(_disk(disk_bytes, budget, dry=dry))
-    boundaries = Boundaries(num_boundaries=num_boundaries, num_slots=on_host + on_disk, every=every)
-    return BoundaryStore(boundaries, boundary_bytes=boundary_bytes, tiers=tiers, label=label)
+        tiers.append(_disk(on_disk * depth.slot_bytes, budget, dry=dry))
+    boundaries = Boundaries(num_boundaries=depth.num_boundaries, num_slots=on_host + on_disk, every=every)
+    return BoundaryStore(boundaries, depth=depth, tiers=tiers, label=label)
 
 
-def _slots(name: str, budget_bytes: int, boundary_bytes: int) -> int:
-    slots = slots_in(budget_bytes, boundary_bytes)
+def _slots(name: str, budget_bytes: int, depth: Depth) -> int:
+    slots = budget_bytes // depth.slot_bytes
     if budget_bytes and not slots:
         raise UsageError(
-            f"`{name}` = {format_bytes(budget_bytes)} holds no boundary, each takes "
-            f"{format_bytes(slot_bytes(boundary_bytes))}; give it a multiple of that or leave it out."
+            f"`{name}` = {format_bytes(budget_bytes)} holds no boundary, each takes {format_bytes(depth.slot_bytes)}; "
+            "give it a multiple of that or leave it out."
         )
     return slots
 

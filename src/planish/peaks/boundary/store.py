@@ -3,21 +3,21 @@
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from planish.errors import UsageError
 from planish.memory.far import FarTier
-from planish.memory.lanes import Event
+from planish.memory.recall import Recall, running
 from planish.memory.slab import Pool, Region
-from planish.price.boundary import Boundaries, slots_in
+from planish.peaks.boundary.parked import Label, Parked, check_version, fits
+from planish.price.boundary import Boundaries, Depth
 
-Label = Callable[[int, Tensor], None]
 Run = Callable[..., Any]
 PLAIN: Run = partial(checkpoint, use_reentrant=False)
 
@@ -28,6 +28,9 @@ class BoundaryStore:
     In forward the input of layer l is copied out while the layer runs, and dropped when the next layer begins. In
     backward the input of l-1 is fetched while l runs again. Boundaries beyond the slots, the last ones, those of an
     odd layout and those larger than a slot stay on the device, as without offloading.
+
+    With `depth.kept_bytes`, what a layer that goes offers to `memory.recall` (attention its output and lse) travels
+    with its input, and is not computed again.
 
     [Note: a boundary lives as long as its graph] What autograd saves for a layer is a `_Boundary` in place of the
     tensor. It owns a slot and gives it back when it dies, which is when the graph lets go: after its backward, or
@@ -40,9 +43,9 @@ class BoundaryStore:
 
     Args:
         boundaries: Which of them go.
-        boundary_bytes: The largest one; shorter ones use a prefix of their slot.
+        depth: Their sizes, the largest; shorter ones use a prefix of their slot.
         tiers: Far memories, filled in this order; closed with the store.
-        label: Told of each restored boundary, by layer.
+        label: Told of each tensor that comes back, by layer.
 
     References:
         arXiv 2609.14306, section 3.3: SCO.
@@ -52,7 +55,7 @@ class BoundaryStore:
         self,
         boundaries: Boundaries,
         *,
-        boundary_bytes: int,
+        depth: Depth,
         tiers: Sequence[FarTier],
         label: Label = lambda *_: None,
     ) -> None:
@@ -60,14 +63,16 @@ class BoundaryStore:
         self.tiers = tuple(tiers)
         self.num_offloaded = 0
         self.num_stayed = 0
-        self._boundary_bytes = boundary_bytes
-        self._pools = [
-            (tier, tier.slab.cut(boundary_bytes, slots_in(tier.slab.capacity_bytes, boundary_bytes))) for tier in tiers
-        ]
+        self._racks = [_Rack(tier, depth) for tier in tiers]
         self._label = label
         self._inside = 0
         self._leaving: _Boundary | None = None
         self._last: Callable[[], _Boundary | None] = lambda: None
+
+    @property
+    def slots_in_use(self) -> int:
+        """Boundaries in far memory now."""
+        return sum(rack.pools[0].in_use for rack in self._racks)
 
     def checkpoint(self, index: int, run: Run = PLAIN) -> Run:
         """Return `run` for layer `index`, with its first positional tensor kept here between forward and backward.
@@ -87,7 +92,7 @@ class BoundaryStore:
                 )
             boundary = self._put(index, args[0])
             with saved_tensors_hooks(boundary.pack, self._unpack):
-                return run(partial(self._layer, function), *args)
+                return run(partial(self._layer, weakref.ref(boundary), function), *args)
 
         return call
 
@@ -99,7 +104,7 @@ class BoundaryStore:
 
     def close(self) -> None:
         """Give far memory back; graphs that still hold boundaries can no longer run backward."""
-        self.settle()
+        self._leaving = None
         for tier in self.tiers:
             tier.close()
 
@@ -109,11 +114,13 @@ class BoundaryStore:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _layer(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _layer(self, boundary: "weakref.ref[_Boundary]", function: Callable[..., Any], *args: Any) -> Any:
         """Run a layer; checkpoints within it are its own business."""
+        owner = boundary()  # autograd keeps this call for longer than the layer's input
         self._inside += 1
         try:
-            return function(*args)
+            with running(None if owner is None else owner.recall(self._label)):
+                return function(*args)
         finally:
             self._inside -= 1
 
@@ -123,27 +130,19 @@ class BoundaryStore:
             self.settle()
         boundary = _Boundary(index, tensor, last if last is not None and last.index < index else None)
         self._last = weakref.ref(boundary)
-        if self.boundaries.goes(index) and self._can_go(tensor) and (slot := self._free_slot()) is not None:
-            boundary.go(slot)
+        rack = self._rack_for(index, tensor)
+        if rack is None:
+            self.num_stayed += 1
+        else:
+            boundary.go(rack)
             self._leaving = boundary
             self.num_offloaded += 1
-        else:
-            self.num_stayed += 1
         return boundary
 
-    def _can_go(self, tensor: Tensor) -> bool:
-        """Return whether the tensor would come back bit for bit, layout included."""
-        return (
-            0 < tensor.nbytes <= self._boundary_bytes
-            and tensor.is_contiguous()
-            and not is_traceable_wrapper_subclass(tensor)
-        )
-
-    def _free_slot(self) -> "_Slot | None":
-        for tier, pool in self._pools:
-            if (region := pool.acquire()) is not None:
-                return _Slot(tier, pool, region)
-        return None
+    def _rack_for(self, index: int, tensor: Tensor) -> "_Rack | None":
+        if not self.boundaries.goes(index):
+            return None
+        return next((rack for rack in self._racks if rack.has_room and fits(tensor, rack.sizes[0])), None)
 
     def _unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, _Boundary):
@@ -156,87 +155,146 @@ class BoundaryStore:
         return tensor
 
 
-class _Slot:
-    """A place in far memory and the transfers of the boundary that lies there."""
+class _Rack:
+    """A tier cut into equal sets of slots: one for a boundary and one for each tensor that may travel with it."""
 
-    __slots__ = ("fetched", "pool", "region", "tier", "written")
+    def __init__(self, tier: FarTier, depth: Depth) -> None:
+        self.tier = tier
+        self.sizes = (depth.boundary_bytes, *depth.kept_bytes)
+        num_slots = tier.slab.capacity_bytes // depth.slot_bytes
+        self.pools: list[Pool] = [tier.slab.cut(nbytes, num_slots) for nbytes in self.sizes]
 
-    def __init__(self, tier: FarTier, pool: Pool, region: Region) -> None:
-        self.tier, self.pool, self.region = tier, pool, region
-        self.written: Event | None = None
-        self.fetched: tuple[Tensor, Event] | None = None
+    @property
+    def has_room(self) -> bool:
+        return self.pools[0].in_use < self.pools[0].num_slots
+
+    def take(self) -> list[Region]:
+        regions = [pool.acquire() for pool in self.pools]
+        return [region for region in regions if region is not None]
+
+    def give_back(self, regions: list[Region]) -> None:
+        for pool, region in zip(self.pools, regions, strict=True):
+            pool.release(region)
 
 
 class _Boundary:
-    """The input of one layer in one forward: on the device, in far memory, or on its way."""
+    """The input of one layer in one forward, wherever it is, and what the layer keeps with it."""
 
-    __slots__ = ("__weakref__", "_like", "_previous", "_slot", "_tensor", "_version", "index")
+    __slots__ = (
+        "__weakref__",
+        "_kept",
+        "_parked",
+        "_previous",
+        "_rack",
+        "_ran",
+        "_regions",
+        "_tensor",
+        "_version",
+        "index",
+    )
 
     def __init__(self, index: int, tensor: Tensor, previous: "_Boundary | None") -> None:
         self.index = index
         self._tensor: Tensor | None = tensor
         self._version = tensor._version
-        self._like = (tensor.shape, tensor.dtype, tensor.device)
         self._previous: Callable[[], _Boundary | None] = weakref.ref(previous) if previous else lambda: None
-        self._slot: _Slot | None = None
+        self._rack: _Rack | None = None
+        self._regions: list[Region] = []
+        self._parked: list[Parked] = []
+        self._kept: list[range] = []
+        self._ran = False
 
     def __del__(self) -> None:
-        if self._slot is not None:
-            self._slot.pool.release(self._slot.region)
+        if self._rack is not None:
+            self._rack.give_back(self._regions)
 
     def pack(self, tensor: Tensor) -> Any:
         """Return itself for the layer's input; whatever else the layer is given stays as it is."""
         return self if tensor is self._tensor else tensor
 
-    def go(self, slot: _Slot) -> None:
+    def go(self, rack: _Rack) -> None:
         """Begin to copy the tensor out."""
         assert self._tensor is not None
-        self._slot = slot
-        slot.written = slot.tier.write(slot.region, self._tensor.detach())
+        self._rack, self._regions = rack, rack.take()
+        self._parked.append(Parked(self.index, self._tensor, rack.tier, self._regions[0]))
 
     def leave(self) -> None:
-        """Drop the tensor once it is copied."""
-        assert self._slot is not None
-        assert self._slot.written is not None
-        self._slot.written.wait()
-        self._check_version()
+        """Drop what is copied out."""
+        for parked in self._parked:
+            parked.leave()
         self._tensor = None
 
     def fetch(self, label: Label) -> None:
-        """Begin to bring the tensor back."""
-        slot = self._slot
-        if slot is None or slot.fetched is not None:
-            return
-        shape, dtype, device = self._like
-        target = torch.empty(shape, dtype=dtype, device=device)
-        label(self.index, target)
-        slot.fetched = (target, slot.tier.read(slot.region, target))
+        """Begin to bring everything back."""
+        for parked in self._parked:
+            parked.fetch(label)
 
     def tensor_again(self, label: Label) -> Tensor:
         """Return the layer's input, waiting for it if it must come."""
-        slot = self._slot
-        if slot is None:
-            self._check_version()
-            assert self._tensor is not None
-            return self._tensor
-        self.fetch(label)
-        assert slot.fetched is not None
-        (tensor, event), slot.fetched = slot.fetched, None
-        event.wait()
-        return tensor
+        if self._parked:
+            self.fetch(label)
+            return self._parked[0].again(label)
+        assert self._tensor is not None
+        check_version(self.index, self._tensor, self._version)
+        return self._tensor
 
     def ahead(self, distance: int) -> "_Boundary | None":
         """Return the offloaded boundary next in backward, if it is at most `distance` layers away."""
         boundary = self._previous()
         while boundary is not None and self.index - boundary.index <= distance:
-            if boundary._slot is not None:
+            if boundary._parked:
                 return boundary
             boundary = boundary._previous()
         return None
 
-    def _check_version(self) -> None:
-        if self._tensor is not None and self._tensor._version != self._version:
-            raise RuntimeError(
-                f"the input of layer {self.index} was changed in place after the layer took it, so the layer cannot "
-                "run again from it; make that operation return a new tensor."
-            )
+    def recall(self, label: Label) -> "Recall | None":
+        """Return what the layer may remember in the run that begins: its first keeps, later ones find."""
+        first, self._ran = not self._ran, True
+        if len(self._regions) < 2:
+            return None
+        return _Recording(self) if first else _Replaying(self, label)
+
+    def computes(self) -> None:
+        """Take note of a computation that may keep its result."""
+        self._kept.append(range(0))
+
+    def keep(self, tensors: tuple[Tensor, ...]) -> None:
+        """Begin to copy out the result of the last computation, if the next slots hold all of it."""
+        assert self._rack is not None
+        places = range(len(self._parked), len(self._parked) + len(tensors))
+        sizes = self._rack.sizes[places.start : places.stop]
+        if len(sizes) == len(tensors) and all(map(fits, tensors, sizes)):
+            self._kept[-1] = places
+            for place, tensor in zip(places, tensors, strict=True):
+                self._parked.append(Parked(self.index, tensor, self._rack.tier, self._regions[place]))
+
+    def kept(self, number: int, label: Label) -> tuple[Tensor, ...] | None:
+        """Return what computation `number` kept, or None."""
+        return tuple(self._parked[place].again(label) for place in self._kept[number]) or None
+
+
+class _Recording:
+    """A layer's forward: nothing is known yet, results may be kept."""
+
+    def __init__(self, boundary: _Boundary) -> None:
+        self._boundary = boundary
+
+    def again(self) -> None:
+        self._boundary.computes()
+
+    def keep(self, *tensors: Tensor) -> None:
+        self._boundary.keep(tensors)
+
+
+class _Replaying:
+    """A layer that runs again: results come back in order."""
+
+    def __init__(self, boundary: _Boundary, label: Label) -> None:
+        self._boundary, self._label = boundary, label
+        self._numbers = count()
+
+    def again(self) -> tuple[Tensor, ...] | None:
+        return self._boundary.kept(next(self._numbers), self._label)
+
+    def keep(self, *tensors: Tensor) -> None:
+        """It is kept already, or could not be."""
