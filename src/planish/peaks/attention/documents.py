@@ -37,6 +37,16 @@ class Block:
     lead: int
     is_triangle: bool
 
+    @property
+    def num_queries(self) -> int:
+        """Queries in the block."""
+        return self.queries.stop - self.queries.start
+
+    @property
+    def num_keys(self) -> int:
+        """Keys in the block."""
+        return self.keys.stop - self.keys.start
+
 
 def document_bounds(cu_seq_lens: Sequence[int] | Tensor | None, shape: Shape) -> tuple[int, ...]:
     """Return where documents begin and end among the `rows x queries` tokens, edges of rows included.

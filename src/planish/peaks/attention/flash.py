@@ -25,9 +25,9 @@ _BLOCK_QUERIES = 128
 class FlashKernel:
     """A document is one causal call; queries beyond their window's first length go in blocks with a mask of their own.
 
-    Memory:        forward: one block's output, zero-padded value where widths differ, a mask of at most `BLOCK_BYTES`;
-        backward: gradients, and float32 sums of those of key and value where blocks share keys.
-    Exactness:     equal to dense attention up to the order of summation; grouped heads are read in place.
+    Memory:        one block's output or gradients beside the whole, zero-padded copies of one block where widths
+        differ, a mask of at most `BLOCK_BYTES`; grouped heads are read in place.
+    Exactness:     equal to dense attention up to the order of summation.
 
     Attributes:
         bounds: Where documents begin and end.
@@ -61,16 +61,13 @@ class FlashKernel:
         saved = grad, query, key, value, out, lse
         if len(blocks) == 1 and blocks[0].keys == slice(0, key.shape[2]):
             return self._backward_block(blocks[0], *saved)
-        sum_dtype = key.dtype if all(block.is_triangle for block in blocks) else lse.dtype
-        grad_query = torch.empty_like(query)
-        grad_key = torch.zeros_like(key, dtype=sum_dtype)
-        grad_value = torch.zeros_like(value, dtype=sum_dtype)
+        grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for block in blocks:
             query_part, key_part, value_part = self._backward_block(block, *saved)
             grad_query[block.rows, :, block.queries] = query_part
             grad_key[block.rows, :, block.keys] += key_part
             grad_value[block.rows, :, block.keys] += value_part
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+        return grad_query, grad_key, grad_value
 
     def _blocks(self, query: Tensor, key: Tensor) -> list[Block]:
         shape = Shape(rows=query.shape[0], queries=query.shape[2], keys=key.shape[2])
@@ -108,13 +105,10 @@ class FlashKernel:
         """Return 0 and -inf for the kernel, which takes no boolean mask; None where `is_triangle` says it all."""
         if block.is_triangle:
             return None
-        num_queries, num_keys = (each.stop - each.start for each in (block.queries, block.keys))
-        cells = hidden(num_queries, num_keys, block.lead, self.window, query.device)
+        cells = hidden(block.num_queries, block.num_keys, block.lead, self.window, query.device)
         if cells is None:
             return None
-        return torch.zeros(cells.shape, dtype=query.dtype, device=query.device).masked_fill_(cells, -math.inf)[
-            None, None
-        ]
+        return torch.zeros(1, 1, *cells.shape, dtype=query.dtype, device=query.device).masked_fill_(cells, -math.inf)
 
 
 def _block_operands(block: Block, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -53,18 +53,18 @@ def causal_attention(
         `[B, S, H, dv]`.
 
     Raises:
-        ValueError: Shapes, dtypes or offsets that do not fit together.
+        ValueError: Shapes, dtypes or offsets that do not fit together, or a window below 1.
 
     Example:
         >>> query = key = value = torch.ones(1, 2, 8, 4)
         >>> causal_attention(query, key, value, cu_seq_lens=(0, 3, 8)).shape
         torch.Size([1, 8, 2, 4])
     """
-    _check(query, key, value)
+    _check(query, key, value, window)
     shape = Shape(rows=query.shape[0], queries=query.shape[2], keys=key.shape[2])
     bounds = document_bounds(cu_seq_lens, shape)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    kernel = _kernel(query, key, value, bounds, window, softcap, scale)
+    kernel = choose_kernel(query, key, value, bounds=bounds, window=window, softcap=softcap, scale=scale)
     return Attention.apply(kernel, query, key, value, sinks)
 
 
@@ -107,7 +107,7 @@ def packed_attention(  # noqa: PLR0913 (the signature of transformers' attention
         s_aux: Sinks.
         is_causal: None or True; None asks the module.
         cu_seq_lens_q: Offsets of the documents: Python ints, or a tensor, which is read in every layer.
-        position_ids: Read only behind a cache, to refuse one that has keys after the query.
+        position_ids: Read only behind a cache, to refuse one with keys that a mask would have to hide.
         **seam: What else transformers passes.
 
     Returns:
@@ -118,8 +118,8 @@ def packed_attention(  # noqa: PLR0913 (the signature of transformers' attention
     """
     _refuse_masks(module, attention_mask, is_causal, sliding_window)
     _refuse_extras(dropout, seam)
-    if key.shape[2] > query.shape[2] and not sliding_window:
-        _refuse_keys_after_query(key, position_ids)
+    if key.shape[2] > query.shape[2]:
+        _refuse_keys_to_hide(query.shape[2], key.shape[2], sliding_window, position_ids)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -136,10 +136,11 @@ def packed_attention(  # noqa: PLR0913 (the signature of transformers' attention
     return out, None
 
 
-def _kernel(
+def choose_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     bounds: tuple[int, ...],
     window: int | None,
     softcap: float | None,
@@ -161,7 +162,7 @@ def _kernel(
             return TiledKernel(bounds=bounds, window=window, softcap=softcap, scale=scale)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> None:
     shapes = [tuple(each.shape) for each in (query, key, value)]
     (rows, heads, num_queries, width), key_shape, value_shape = shapes
     fits = (
@@ -181,6 +182,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
             f"`query`, `key` and `value` must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}; "
             "cast them, or run under autocast."
         )
+    if window is not None and window < 1:
+        raise ValueError(f"`window` must be 1 or more, got {window}; None lets a query see all keys before it.")
 
 
 def _refuse_masks(
@@ -223,12 +226,18 @@ def _refuse_extras(dropout: float, seam: dict[str, Any]) -> None:
         raise ValueError(f"packed attention does not know the tensor `{unknown[0]}`; choose plain attention.")
 
 
-def _refuse_keys_after_query(key: Tensor, position_ids: Tensor | None) -> None:
-    """Raise for a static cache or left-padded prompts: only a mask could hide their keys."""
+def _refuse_keys_to_hide(
+    num_queries: int, num_keys: int, sliding_window: int | None, position_ids: Tensor | None
+) -> None:
+    """Raise for a static cache or left-padded prompts, whose keys only a mask could hide.
+
+    A cache holds every position up to the last query's, or what the first query's window still reaches.
+    """
     if position_ids is None or position_ids.ndim != 2:
         return
-    last, num_keys = int(position_ids.min(dim=0).values[-1]), key.shape[2]
-    if last + 1 != num_keys:
+    last = int(position_ids[:, -1].min())
+    reach = sliding_window - 1 + num_queries if sliding_window else num_keys
+    if num_keys not in (last + 1, min(last + 1, reach)):
         raise ValueError(
             f"packed attention needs the last of {num_keys} keys at the query, which `position_ids` puts at {last}; "
             "generate with a dynamic cache and without padding on the left."

@@ -98,12 +98,11 @@ class TiledKernel:
 
     def _tiles(self, block: Block, query: Tensor) -> Iterator[tuple[slice, Tensor | None]]:
         """Yield (keys, hidden cells) along the keys of `block`."""
-        num_queries = block.queries.stop - block.queries.start
         num_keys = max(1, BLOCK_BYTES // (query.shape[1] * _TILE_QUERIES * max(4, query.element_size())))
         for start in range(block.keys.start, block.keys.stop, num_keys):
             keys = slice(start, min(start + num_keys, block.keys.stop))
             lead = block.lead - (start - block.keys.start)
-            yield keys, hidden(num_queries, keys.stop - keys.start, lead, self.window, query.device)
+            yield keys, hidden(block.num_queries, keys.stop - keys.start, lead, self.window, query.device)
 
     def _scores(self, scaled: Tensor, key: Tensor) -> Tensor:
         scores = torch.bmm(scaled, key.to(scaled.dtype).transpose(1, 2))
@@ -117,8 +116,7 @@ def _grouped(heads_first: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _token_major(grouped: Tensor, block: Block) -> Tensor:
     """Return `[Hkv, H / Hkv * n, d]` as `[n, H, d]`."""
-    num_queries = block.queries.stop - block.queries.start
-    return grouped.unflatten(1, (-1, num_queries)).flatten(0, 1).transpose(0, 1)
+    return grouped.unflatten(1, (-1, block.num_queries)).flatten(0, 1).transpose(0, 1)
 
 
 def _fill(grouped: Tensor, cells: Tensor | None, fill: float) -> None:
