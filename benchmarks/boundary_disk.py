@@ -52,7 +52,7 @@ class Measured:
     loss: list[str]
     grads: str
     offloaded: int = 0
-    hidden: float = 1.0
+    hidden: float = 0.0
     written_bytes: int = 0
 
 
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> Measured:
     store.close()
     return Measured(
         **asdict(measured)
-        | {"offloaded": store.num_offloaded, "hidden": tier.hidden_fraction, "written_bytes": tier.written_bytes}
+        | {"offloaded": store.num_offloaded, "hidden": tier.hidden_fraction or 0.0, "written_bytes": tier.written_bytes}
     )
 
 

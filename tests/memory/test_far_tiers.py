@@ -1,5 +1,6 @@
 """Far tiers: bytes come back as they went, in any order that events give, and failures surface where one waits."""
 
+import contextlib
 import ctypes
 import errno
 import gc
@@ -180,7 +181,8 @@ def cached_bytes(tier):
 def test_nothing_stays_in_the_page_cache(tmp_path, monkeypatch, direct):
     if not direct:
         monkeypatch.setattr(far_disk, "_go_direct", lambda fd: False)
-    tier = disk_tier(tmp_path, 8 * MIB)
+    with contextlib.nullcontext() if direct else pytest.warns(UserWarning, match="has no direct file access"):
+        tier = disk_tier(tmp_path, 8 * MIB)
     region = tier.slab.cut(8 * MIB, 1).acquire()
     tier.write(region, torch.ones(8 * MIB, dtype=torch.uint8))
     target = torch.zeros(8 * MIB, dtype=torch.uint8)

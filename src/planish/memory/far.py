@@ -49,11 +49,11 @@ class FarTier:
         return region.last_read
 
     @property
-    def hidden_fraction(self) -> float:
-        """How much of the lanes' time nobody waited for; 1 before the first transfer."""
+    def hidden_fraction(self) -> float | None:
+        """How much of the lanes' time nobody waited for; None before the first transfer and on device streams."""
         busy_s = self.outward.busy_s + self.inward.busy_s
         waited_s = self.outward.waited_s + self.inward.waited_s
-        return 1.0 if not busy_s else max(0.0, 1.0 - waited_s / busy_s)
+        return max(0.0, 1.0 - waited_s / busy_s) if busy_s else None
 
     def close(self) -> None:
         """Finish what is under way and give everything back."""

@@ -5,6 +5,7 @@ import ctypes
 import fcntl
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -49,7 +50,11 @@ class FileSlab:
         self._file = _open(folder, padded_bytes(capacity_bytes))
         self._fd = self._file.fileno()
         self._drop = not cached and not _go_direct(self._fd)
-        ring = aligned(torch.empty(RING_BYTES, dtype=torch.uint8)).numpy()
+        if self._drop:
+            warnings.warn(
+                f"{folder} has no direct file access; each transfer is flushed instead, slower.", stacklevel=2
+            )
+        ring = aligned(torch.empty(RING_BYTES, dtype=torch.uint8, device="cpu")).numpy()
         self._slots: tuple[np.ndarray, np.ndarray] = (ring[:CHUNK_BYTES], ring[CHUNK_BYTES:])
 
     def store(self, offset: int, source: Tensor) -> None:

@@ -24,7 +24,7 @@ class HostSlab:
 
     def __init__(self, capacity_bytes: int, *, lock: bool) -> None:
         self.capacity_bytes = capacity_bytes
-        self._bytes = aligned(torch.empty(capacity_bytes + ALIGNMENT, dtype=torch.uint8))
+        self._bytes = aligned(torch.empty(capacity_bytes + ALIGNMENT, dtype=torch.uint8, device="cpu"))
         self._locked = lock and _lock(self._bytes)
 
     def view(self, offset: int, like: Tensor) -> Tensor:

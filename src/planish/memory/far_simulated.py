@@ -120,7 +120,7 @@ class Accounts:
 
     def __init__(self, capacity_bytes: int, *, staging_bytes: int = 0) -> None:
         self.capacity_bytes = capacity_bytes
-        self._staging = torch.empty(staging_bytes, dtype=torch.uint8)
+        self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device="cpu")
 
     def store(self, offset: int, source: Tensor) -> None:
         """Nothing moves."""
