@@ -21,7 +21,7 @@ from planish.memory.lanes import ThreadLane
 from planish.memory.slab import ALIGNMENT, padded_bytes
 from planish.units import format_bytes
 
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 2**20
 RING_BYTES = 2 * CHUNK_BYTES + ALIGNMENT
 """Staging of one disk tier: a slot for each direction, on whole pages."""
 
