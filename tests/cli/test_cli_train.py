@@ -194,3 +194,11 @@ def test_ctrl_c_saves_and_ends_with_130(model_folder, text_file, tmp_path):
     saved = (tmp_path / "run" / "latest").read_text().strip()
     assert f"step-{lines(metrics)[-1]['step']:08d}" == saved
     assert "--resume" in said
+
+
+def test_resuming_a_finished_run_does_nothing(train, tmp_path, model_folder):
+    folder = model_folder()
+    assert train(model=folder)[0] == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert train("--resume", model=folder)[0] == 0
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before

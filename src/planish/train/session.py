@@ -185,11 +185,9 @@ def _resume(job: Job, folder: RunFolder, view: View) -> int:
     for sentence in (*found.skipped, *restored.notes):
         view.note(sentence)
     job.feed.seek(FeedPosition.from_dict(restored.progress["feed"]))
-    if restored.step >= job.run.train.steps:
-        raise UsageError(
-            f"{found.path} is at step {restored.step}, and `train.steps` is {job.run.train.steps}; raise it to go on."
-        )
-    view.note(f"resumed from {found.path}")
+    done = restored.step >= job.run.train.steps
+    left = f"all {job.run.train.steps} steps of `train.steps` are done" if done else "resumed"
+    view.note(f"{left}, from {found.path}")
     return restored.step + 1
 
 
