@@ -74,7 +74,7 @@ class Tiles:
         for block, columns in self.task.column_groups():
             tile = self.logits(rows, columns)[:count]
             fold(self.work, tile, block)
-            target_logit.add_(pick(tile, self._local_target(group, columns)))
+            target_logit.add_(pick(tile, self.local_target(group, columns)))
         found = combine(self.work, count, self.task.head.vocab_size)
         found["nll"] = found["lse"] - target_logit
         return found
@@ -83,7 +83,7 @@ class Tiles:
         self, tile: Tensor, group: slice, columns: slice, lse: Tensor, slopes: Slopes, d_bias: Tensor | None
     ) -> None:
         """Overwrite a tile of logits by the derivative of the loss, and add its sum over the rows to `d_bias`."""
-        local = self._local_target(group, columns)
+        local = self.local_target(group, columns)
         bias_grad = None if d_bias is None else d_bias[columns]
         differentiate(self.work, tile, lse, local, slopes, softcap=self.task.softcap, bias_grad=bias_grad)
 
@@ -100,7 +100,7 @@ class Tiles:
         weight = self.weight[columns]
         return weight if self.work.cast is None else self.work.cast[: len(weight)].copy_(weight)
 
-    def _local_target(self, group: slice, columns: slice) -> Tensor:
+    def local_target(self, group: slice, columns: slice) -> Tensor:
         """Return the target of each token of `group` as a column of `columns`, negative where it lies outside."""
         local = self.task.rows_of(self.target, group) - columns.start
         return local.masked_fill_(local >= columns.stop - columns.start, -1)
