@@ -182,7 +182,9 @@ class Apollo(AdamW):
         """
         work = Workspace()
         handles = [
-            param.register_post_accumulate_grad_hook(partial(self._update_and_free, group=group, work=work))
+            param.register_post_accumulate_grad_hook(
+                partial(self._update_and_free, group=group, options=_options_of(group), work=work)
+            )
             for group in self.param_groups
             for param in group["params"]
             if param.requires_grad
@@ -192,32 +194,38 @@ class Apollo(AdamW):
         finally:
             for handle in handles:
                 handle.remove()
-        self._update_all(work)
+        with torch.no_grad():
+            self._update_all(work)
         self.zero_grad(set_to_none=True)
 
     def _update_all(self, work: Workspace) -> None:
         for group in self.param_groups:
+            options = _options_of(group)
             for param in group["params"]:
                 if param.grad is not None:
-                    self._update(param, group, work)
-
-    def _update_and_free(self, param: Tensor, *, group: dict[str, Any], work: Workspace) -> None:
-        self._update(param, group, work)
-        param.grad = None
+                    self._update(param, group, options, work)
 
     @torch.no_grad()
-    def _update(self, param: Tensor, group: dict[str, Any], work: Workspace) -> None:
-        if _is_projected(param, group):
-            update(param, param.grad, self.state[param], ApolloOptions.of(group), work)
+    def _update_and_free(
+        self, param: Tensor, *, group: dict[str, Any], options: ApolloOptions | None, work: Workspace
+    ) -> None:
+        self._update(param, group, options, work)
+        param.grad = None
+
+    def _update(self, param: Tensor, group: dict[str, Any], options: ApolloOptions | None, work: Workspace) -> None:
+        if options is not None and param.ndim >= 2:
+            update(param, param.grad, self.state[param], options, work)
         else:
             _update(param, self.state[param], group)
 
 
-def _is_projected(param: Tensor, group: dict[str, Any]) -> bool:
-    return group["proj_rank"] is not None and param.ndim >= 2
+def _options_of(group: dict[str, Any]) -> ApolloOptions | None:
+    """Return the checked options of a group, None for one that AdamW takes."""
+    return None if group["proj_rank"] is None else ApolloOptions.of(group)
 
 
 def _state_of(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    if _is_projected(param, group):
-        return new_state(param, ApolloOptions.of(group), master=group["master"])
+    options = _options_of(group)
+    if options is not None and param.ndim >= 2:
+        return new_state(param, options, master=group["master"])
     return _new_state(param, master=group["master"])

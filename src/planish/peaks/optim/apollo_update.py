@@ -4,11 +4,15 @@ Shape letters: `E` experts (1 for a plain matrix), `A` rows, `B` columns, `C` ch
 channels' dimension and 1 elsewhere: [E, 1, C] where rows are projected, [E, C, 1] where columns are, [E, 1, 1] for one
 factor a matrix.
 
-[Note: what is read on the host]
-The step count lies on the CPU and the matrices of a parameter on a CPU are taken one by one, so that an unusable
-gradient is found by an `if` and skipped. On an accelerator that `if` would stall the stream once a parameter: there
-matrices go together and unusable ones are masked out of every update instead.
+[Note: host and device]
+What is one number a matrix (counts, norms, a common factor, whether a gradient is usable) is read and becomes a float
+where the parameter lies on the CPU: matrices are taken one by one, and an unusable one is skipped by an `if`. On an
+accelerator each reading would stall the stream, so that there these numbers stay tensors [E, 1, 1], many matrices go
+together, and unusable ones are masked out. On fake tensors every reading is 1.
 """
+
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,9 +49,7 @@ def new_state(param: Tensor, options: ApolloOptions, *, master: bool) -> dict[st
 def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], options: ApolloOptions, work: Workspace) -> None:
     """Update one parameter and its state in place."""
     matrix = options.shape_of(param.shape)
-    state["step"] += 1
-    calls = 1 if isinstance(state["step"], FakeTensor) else int(state["step"])
-    epoch, since_refresh = divmod(calls - 1, options.update_gap)
+    epoch, since_refresh = divmod(int(_read(state["step"].add_(1))) - 1, options.update_gap)
     if options.refresh == "reset" and since_refresh == 0:
         state["exp_avg"].zero_()
         state["num_since_refresh"].zero_()
@@ -57,32 +59,36 @@ def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], options: Apoll
     projection = work.projection(key, grad.device, state["exp_avg"].dtype)
     tensors = {name: each for name, each in state.items() if name != "step"} | {"weight": param, "grad": grad}
     whole = {name: each if each.ndim == 3 else each.unsqueeze(0) for name, each in tensors.items()}
-    together = 1 if reads_host(param) else max(1, block_elements(param.device) // (matrix.rows * matrix.cols))
+    together = 1 if on_host(param) else max(1, block_elements(param.device) // (matrix.rows * matrix.cols))
+    if together >= matrix.experts:
+        return _update_matrices(whole, projection, matrix, options, work)
     for first in range(0, matrix.experts, together):
         part = {name: each[first : first + together] for name, each in whole.items()}
         _update_matrices(part, projection, matrix, options, work)
+    return None
 
 
-def reads_host(tensor: Tensor) -> bool:
-    """Return whether a flag may be read where `tensor` is [Note: what is read on the host]."""
+def on_host(tensor: Tensor) -> bool:
+    """Return whether a number may be read where `tensor` lies [Note: host and device]."""
     return tensor.device.type == "cpu"
+
+
+def _read(tensor: Tensor) -> float:
+    return 1.0 if isinstance(tensor, FakeTensor) else tensor.item()
 
 
 def _update_matrices(
     part: dict[str, Tensor], projection: Tensor, matrix: MatrixShape, options: ApolloOptions, work: Workspace
 ) -> None:
-    grad = part["grad"]
+    grad, usable = part["grad"], None
     projected, square_sum = _project(grad, projection, matrix, options, work)
-    usable = None
     if options.limiter == "safe":
         total = square_sum.sum((-2, -1), keepdim=True)
-        usable = (total > 0) & total.isfinite()
-        if reads_host(grad):
-            if not isinstance(usable, FakeTensor) and not usable:
-                return
-            usable = None
-        else:
+        if not on_host(grad):
+            usable = (total > 0) & total.isfinite()
             projected.masked_fill_(~usable, 0)
+        elif not 0 < _read(total) < math.inf:
+            return
     keep = 1.0 if usable is None else usable.to(projected.dtype)
     factor = _factor(projected, square_sum, keep, part, matrix, options, work)
     _apply(part, factor, usable, options, work)
@@ -95,12 +101,12 @@ def _project(
     experts, device, dtype = len(grad), grad.device, projection.dtype
     by_channel = options.granularity == "channel"
     projected = work.buffer("projected", (experts, *matrix.moment_shape(options.proj_rank)[1:]), device, dtype)
-    square_sum = torch.zeros(experts, *matrix.factor_shape(by_channel=by_channel), device=device, dtype=dtype)
     alpha = 1.0 if options.projection == "identity" else options.proj_rank**-0.5
     if grad.dtype == dtype:
         _multiply(projected, grad, slice(None), projection, alpha, matrix)
         if not by_channel:
-            return projected, square_sum.add_(torch.linalg.vector_norm(grad, dim=(-2, -1), keepdim=True).square_())
+            return projected, torch.linalg.vector_norm(grad, dim=(-2, -1), keepdim=True).square_()
+    square_sum = torch.zeros(experts, *matrix.factor_shape(by_channel=by_channel), device=device, dtype=dtype)
     for rows in row_blocks(grad):
         block = grad[:, rows]
         buffer = work.buffer("block", block.shape, device, dtype)
@@ -136,14 +142,13 @@ def _factor(
     matrix: MatrixShape,
     options: ApolloOptions,
     work: Workspace,
-) -> Tensor:
+) -> Tensor | float:
     """Take the projected gradient into the moments and return -lr alpha s, which multiplies the raw gradient."""
     beta1, beta2 = options.betas
-    num_updates = state["num_updates"].add_(keep)
-    since_refresh = state["num_since_refresh"].add_(keep) if "num_since_refresh" in state else num_updates
-    root2 = (1 - beta2 ** num_updates.double().clamp_(min=1)).sqrt_()
-    correction = (root2 / (1 - beta1 ** since_refresh.double().clamp_(min=1))).to(projected.dtype)
-    eps = options.eps if options.limiter == "paper" else (options.eps * root2).to(projected.dtype)
+    num_updates = _count(state["num_updates"], keep)
+    since_refresh = _count(state["num_since_refresh"], keep) if "num_since_refresh" in state else num_updates
+    root2 = (1 - beta2**num_updates) ** 0.5
+    correction = root2 / (1 - beta1**since_refresh)
     axes = matrix.channel_axis if options.granularity == "channel" else (-2, -1)
 
     buffer = work.buffer("direction", projected.shape, projected.device, projected.dtype)
@@ -151,46 +156,74 @@ def _factor(
     before = squares.sum(axes, keepdim=True)
     state["exp_avg"].lerp_(projected, (1 - beta1) * keep)
     state["exp_avg_sq"].lerp_(squares, (1 - beta2) * keep)
-    root = torch.sqrt(state["exp_avg_sq"], out=buffer).add_(eps)
+    root = torch.sqrt(state["exp_avg_sq"], out=buffer)
+    root.add_(options.eps if options.limiter == "paper" else options.eps * root2)
     direction = torch.div(state["exp_avg"], root, out=buffer)
     after = direction.square_().sum(axes, keepdim=True)
 
-    scale = after.div_(before).sqrt_().masked_fill_(before == 0, 0)
-    if options.limiter != "paper":
-        scale.mul_(correction)
+    scale = _root_of_ratio(after, before)
+    first, last = (1.0, correction) if options.limiter == "paper" else (correction, 1.0)
+    scale = scale * first
     if options.limiter != "off":
-        scale.mul_(_limit(scale, square_sum, keep, state, options))
-    if options.limiter == "paper":
-        scale.mul_(correction)
-    return scale.mul_(-options.lr * options.scale_of(matrix))
+        limit = _limit_on_host if on_host(square_sum) else _limit_on_device
+        scale = scale * limit(_norm(scale, square_sum), keep, num_updates, state["norm"], options)
+    scale = scale * (last * -options.lr * options.scale_of(matrix))
+    return scale.to(projected.dtype) if isinstance(scale, Tensor) else scale
 
 
-def _limit(
-    scale: Tensor, square_sum: Tensor, keep: Tensor | float, state: dict[str, Tensor], options: ApolloOptions
-) -> Tensor:
-    """Return what keeps the update's norm within `growth` of the norm before, [E, 1, 1], and remember the new one.
+def _root_of_ratio(above: Tensor, below: Tensor) -> Tensor | float:
+    """Return sqrt(above / below), 0 where `below` is 0."""
+    if on_host(above) and above.numel() == 1:
+        divisor = _read(below)
+        return math.sqrt(_read(above) / divisor) if divisor else 0.0
+    return above.div_(below).sqrt_().masked_fill_(below == 0, 0)
+
+
+def _norm(scale: Tensor | float, square_sum: Tensor) -> Tensor:
+    """Return the norms of gradients whose channels are scaled, [E, 1, 1]."""
+    if isinstance(scale, float):
+        return square_sum.sqrt() * scale
+    return (scale.square() * square_sum).sum((-2, -1), keepdim=True).sqrt_()
+
+
+def _count(counter: Tensor, keep: Tensor | float) -> Any:
+    """Return how many updates there are with this one, 1 where there is none."""
+    counter.add_(keep)
+    return _read(counter) if on_host(counter) else counter.double().clamp_(min=1)
+
+
+def _limit_on_host(norm: Tensor, _: Any, num_updates: float, memory: Tensor, options: ApolloOptions) -> float:
+    """Return what keeps the update's norm within `growth` of the one before, and remember the new one.
 
     "paper" remembers the last norm, so that one vanishing update holds all later ones down; "safe" lets the memory fall
     by `growth` a step at most, and has none before the first update that moves the weight.
     """
-    memory = state["norm"]
-    norm = (scale.square() * square_sum).sum((-2, -1), keepdim=True).sqrt_()
+    now, before = _read(norm), _read(memory)
+    cap = options.growth * before
+    free = num_updates == 1 if options.limiter == "paper" else before == 0
+    ratio = 1.0 if free or now <= cap else cap / now
+    memory.fill_(now * ratio if options.limiter == "paper" else max(now * ratio, before / options.growth))
+    return ratio
+
+
+def _limit_on_device(norm: Tensor, keep: Any, num_updates: Tensor, memory: Tensor, options: ApolloOptions) -> Tensor:
+    """Do the same as `_limit_on_host` for many matrices without reading any number; `keep` is 0 for unusable ones."""
     cap = options.growth * memory
-    free = (state["num_updates"] <= 1) if options.limiter == "paper" else (memory == 0)
+    free = num_updates == 1 if options.limiter == "paper" else memory == 0
     ratio = (cap / norm).masked_fill_(free | (norm <= cap), 1)
-    limited = norm.mul_(ratio)
+    limited = norm * ratio
     if options.limiter == "safe":
-        limited = torch.maximum(limited, memory / options.growth)
-    memory.copy_(limited if isinstance(keep, float) else torch.where(keep > 0, limited, memory))
+        limited = torch.where(keep > 0, torch.maximum(limited, memory / options.growth), memory)
+    memory.copy_(limited)
     return ratio
 
 
 def _apply(
-    part: dict[str, Tensor], factor: Tensor, usable: Tensor | None, options: ApolloOptions, work: Workspace
+    part: dict[str, Tensor], factor: Tensor | float, usable: Tensor | None, options: ApolloOptions, work: Workspace
 ) -> None:
     """Decay the weight and add factor * gradient, in the master where there is one."""
     grad, weight = part["grad"], part.get("master", part["weight"])
-    device, dtype = grad.device, factor.dtype
+    device, dtype = grad.device, part["exp_avg"].dtype
     decay = 1 - options.lr * options.weight_decay * (1.0 if usable is None else usable.to(dtype))
     copied, narrow = grad.dtype != dtype or usable is not None, weight.dtype != dtype
     for rows in row_blocks(grad) if copied or narrow or options.weight_decay else (slice(None),):
@@ -203,6 +236,9 @@ def _apply(
             wide = work.buffer("weight", wide.shape, device, dtype).copy_(wide)
         if options.weight_decay:
             wide.mul_(decay)
-        wide.addcmul_(block, factor[:, rows] if factor.shape[-2] > 1 else factor)
+        if isinstance(factor, float):
+            wide.add_(block, alpha=factor)
+        else:
+            wide.addcmul_(block, factor[:, rows] if factor.shape[-2] > 1 else factor)
         if part["weight"].dtype != dtype:
             part["weight"][:, rows].copy_(wide)
