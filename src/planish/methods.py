@@ -2,9 +2,10 @@
 
 import tomllib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Self
 
-from planish.decode import Bytes, decode, encode
+from planish.decode import Bytes, Count, decode, encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +44,29 @@ class Batched:
     """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """As `Checkpoint`, and the inputs wait in far memory between forward and backward (SCO).
+
+    In forward order every `every`-th input leaves the device while the bytes last; two are back at a time in backward.
+
+    Attributes:
+        host: Bytes of host memory, for a model on a CUDA device.
+        disk: Bytes of disk.
+        folder: Where the disk file lies; it has no name and is gone with the process.
+        every: Every how many-th layer's input goes.
+    """
+
+    host: Bytes | None = None
+    disk: Bytes | None = None
+    folder: Path = Path()
+    every: Count = 1
+
+
 Attention = Plain | Packed
 Vocab = Plain | Blocked
 Dispatch = Plain | Batched
-Boundary = Plain | Checkpoint
+Boundary = Plain | Checkpoint | Offload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

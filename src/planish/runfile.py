@@ -203,6 +203,11 @@ class RunFile:
             return 1
         return self.train.global_tokens // (self.data.context * self.train.grad_accum)
 
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """Rows x context of one microbatch."""
+        return self.rows_per_microbatch * self.data.context
+
     def to_toml(self) -> str:
         """Return every setting, defaults included, as a run file."""
         return tomli_w.dumps(encode(self))

@@ -47,7 +47,7 @@ def test_the_model_is_left_as_it_was(tiny_model):
     model = tiny_model()
     before = model.config._attn_implementation, {name: param.clone() for name, param in model.named_parameters()}
     with ExitStack() as scope:
-        build_engine(lambda: model, Plan(), ledger=Ledger(), facts=MeasuredFacts(), scope=scope)
+        build_engine(lambda: model, Plan(), tokens=8, ledger=Ledger(), facts=MeasuredFacts(), scope=scope)
         assert model.is_activation_checkpointing
     assert not model.is_activation_checkpointing
     assert model.config._attn_implementation == before[0]

@@ -8,7 +8,7 @@ from transformers import Trainer, TrainingArguments
 
 import planish
 from planish.errors import UsageError
-from planish.methods import Batched, Blocked, Checkpoint, Packed, Plain, Plan
+from planish.methods import Batched, Blocked, Checkpoint, Offload, Packed, Plain, Plan
 from planish.models.anatomy import find
 from planish.models.head import head_loss
 from planish.models.install import install
@@ -34,7 +34,7 @@ def stock(model, ids, target):
 
 def ours(model, plan, ids, target):
     model.zero_grad()
-    installed = install(model, plan)
+    installed = install(model, plan, tokens=ids.numel())
     anatomy = find(model)
     bounds = {"cu_seq_lens_q": (0, SEQUENCE, 2 * SEQUENCE)} if isinstance(plan.attention, Packed) else {}
     hidden = anatomy.backbone(input_ids=ids, use_cache=False, **bounds).last_hidden_state
@@ -75,6 +75,31 @@ def test_bounded_plans_agree_with_transformers_in_float64(tiny_model, family, pl
     assert got.item() == pytest.approx(loss.item(), rel=1e-6)
     for a, b in zip(got_grads, grads, strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_offloaded_boundaries_are_checkpointed_ones_bit_for_bit(tiny_model, family, tmp_path):
+    model = tiny_model(family, num_hidden_layers=4, layer_types=None).train()
+    ids, target = batch(model.config.vocab_size)
+    base = replace(Plan.plain(), boundary=Checkpoint())
+    loss, grads = ours(model, base, ids, target)
+    offload = replace(base, boundary=Offload(disk=2**20, folder=tmp_path))
+    got, got_grads = ours(model, offload, ids, target)
+    assert torch.equal(got, loss)
+    assert all(torch.equal(a, b) for a, b in zip(got_grads, grads, strict=True))
+
+
+def test_offloading_needs_tokens_and_far_memory_and_leaves_nothing_behind_without(tiny_model, tmp_path):
+    model = tiny_model()
+    for boundary, tokens, said in (
+        (Offload(disk=2**20), None, "needs `tokens`"),
+        (Offload(), 8, "needs `host` or `disk`"),
+        (Offload(disk=1, folder=tmp_path), 8, "holds no boundary"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            install(model, Plan(boundary=boundary), tokens=tokens)
+        assert model.config._attn_implementation == "sdpa"
+        assert not model.is_activation_checkpointing
 
 
 def test_undo_puts_everything_back(tiny_model):

@@ -28,6 +28,11 @@ CASES = {
     "experts fp32": ("qwen3-moe", [("plan.dispatch", "batched")]),
     "experts bf16": ("qwen3-moe", [("model.dtype", "bf16"), ("plan.boundary", "plain")]),
     "scaled logits": ("granite", [("train.clip", 0)]),
+    "boundaries on disk": ("llama", [("plan.boundary", "offload"), ("plan.boundary.disk", "1MiB")]),
+    "some boundaries on disk": (
+        "qwen3",
+        [("plan.boundary", "offload"), ("plan.boundary.disk", "8KiB"), ("model.dtype", "bf16")],
+    ),
     "one document a row": ("llama", [("data.pack", "none")]),
 }
 
@@ -58,8 +63,10 @@ def measured(run, folder_path):
 def test_dry_run_is_the_ledger_of_the_real_run(model_folder, text_file, tmp_path, case):
     family, settings = CASES[case]
     text = str(text_file)
-    base = [("model.from", str(model_folder(family))), ("model.dtype", "fp32")]
+    base = [("model.from", str(model_folder(family, num_hidden_layers=4))), ("model.dtype", "fp32")]
     base += [("data.train", text), ("data.eval", text), ("data.context", 64)]
+    if ("plan.boundary", "offload") in settings:
+        base.append(("plan.boundary.folder", str(tmp_path)))
     run = load(None, base + settings)
     records, batches = measured(run, tmp_path / "run")
     dry = dry_run(run, batches=batches)

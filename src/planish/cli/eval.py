@@ -58,6 +58,7 @@ def main(words: list[str]) -> int:
         engine = build_engine(
             lambda: load_model(section, context=context, tokenizer=tokenizer, seed=0),
             Plan(),
+            tokens=context,
             ledger=ledger,
             facts=MeasuredFacts(),
             scope=scope,

@@ -38,6 +38,11 @@ class Anatomy:
         return self.head.weight
 
     @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        return self.head.in_features
+
+    @property
     def head_name(self) -> str:
         """The head's path in the model."""
         return next(name for name, module in self.model.named_modules() if module is self.head)

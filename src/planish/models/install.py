@@ -4,16 +4,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from planish.errors import UsageError
-from planish.methods import Attention, Batched, Blocked, Boundary, Checkpoint, Dispatch, Packed, Plain, Plan, Vocab
+from planish.methods import (
+    Attention,
+    Batched,
+    Blocked,
+    Boundary,
+    Checkpoint,
+    Dispatch,
+    Offload,
+    Packed,
+    Plain,
+    Plan,
+    Vocab,
+)
 from planish.models.anatomy import find
 from planish.models.forward import loss_forward
 from planish.models.head import head_loss
 from planish.peaks.attention.packed import packed_attention
+from planish.peaks.boundary.offload import FarBudget, open_store
+from planish.price.boundary import Depth
 
 ATTENTION_NAME = "planish"
+Label = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,23 +45,42 @@ class Installed:
             each()
 
 
-def install(model: PreTrainedModel, plan: Plan) -> Installed:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part that was replaced, and the way back."""
+
+    sentence: str
+    restore: Callable[[], None]
+
+
+def install(
+    model: PreTrainedModel,
+    plan: Plan,
+    *,
+    tokens: int | None = None,
+    label: Label = lambda *_: None,
+    dry: bool = False,
+) -> Installed:
     """Put the plan's methods into `model` through transformers' own seams; any loop or trainer may run it then.
 
     With a bounded head the model called with `labels` returns the same loss and no logits.
 
-    Memory:        nothing is allocated.
+    Memory:        nothing is allocated, but for offloaded boundaries: their far memory and its staging, for as long
+                   as they are installed.
     Exactness:     loss and gradients equal up to the order of summation.
 
     Args:
         model: Any transformers causal LM.
         plan: One method per peak.
+        tokens: Rows x context of the largest microbatch; `boundary = offload` sizes its slots by it.
+        label: Told of each boundary that is back on the device, by layer.
+        dry: The model's tensors are fake: far memory is accounted for and not taken.
 
     Returns:
         What was replaced, with `undo()`.
 
     Raises:
-        UsageError: A model without the parts that the plan's methods replace.
+        UsageError: A model without the parts that the plan's methods replace, or far memory that cannot be had.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
@@ -57,82 +92,113 @@ def install(model: PreTrainedModel, plan: Plan) -> Installed:
         'attention: sdpa -> planish'
         >>> installed.undo()
     """
-    replaced: list[str] = []
-    restore: list[Callable[[], None]] = []
-    _install_attention(model, plan.attention, replaced, restore)
-    _install_dispatch(model, plan.dispatch, replaced, restore)
-    _install_boundary(model, plan.boundary, replaced, restore)
-    _install_head(model, plan.vocab, replaced, restore)
-    return Installed(replaced=tuple(replaced), restore=tuple(restore))
+    done: list[Part] = []
+    try:
+        for part in (
+            lambda: _attention(model, plan.attention),
+            lambda: _dispatch(model, plan.dispatch),
+            lambda: _boundary(model, plan.boundary, tokens=tokens, label=label, dry=dry),
+            lambda: _head(model, plan.vocab),
+        ):
+            done += [each for each in [part()] if each is not None]
+    except BaseException:
+        for each in reversed(done):
+            each.restore()
+        raise
+    return Installed(replaced=tuple(each.sentence for each in done), restore=tuple(each.restore for each in done))
 
 
-def _install_attention(
-    model: PreTrainedModel, method: Attention, replaced: list[str], restore: list[Callable[[], None]]
-) -> None:
+def _attention(model: PreTrainedModel, method: Attention) -> Part | None:
     match method:
         case Plain():
-            return
+            return None
         case Packed():
             before = model.config._attn_implementation
             AttentionInterface.register(ATTENTION_NAME, packed_attention)
             model.set_attn_implementation(ATTENTION_NAME)
-            replaced.append(f"attention: {before} -> {ATTENTION_NAME}")
-            restore.append(lambda: model.set_attn_implementation(before))
+            return Part(
+                sentence=f"attention: {before} -> {ATTENTION_NAME}",
+                restore=lambda: model.set_attn_implementation(before),
+            )
         case _:
             assert_never(method)
 
 
-def _install_dispatch(
-    model: PreTrainedModel, method: Dispatch, replaced: list[str], restore: list[Callable[[], None]]
-) -> None:
+def _dispatch(model: PreTrainedModel, method: Dispatch) -> Part | None:
     match method:
         case Plain():
-            return
+            return None
         case Batched():
             if not model._can_set_experts_implementation():
                 raise UsageError(f"`plan.dispatch` = batched needs experts, and {type(model).__name__} has none.")
             before = model.get_experts_implementation()
             model.set_experts_implementation("batched_mm")
-            replaced.append(f"experts: {before['']} -> batched_mm")
-            restore.append(lambda: model.set_experts_implementation(before))
+            return Part(
+                sentence=f"experts: {before['']} -> batched_mm",
+                restore=lambda: model.set_experts_implementation(before),
+            )
         case _:
             assert_never(method)
 
 
-def _install_boundary(
-    model: PreTrainedModel, method: Boundary, replaced: list[str], restore: list[Callable[[], None]]
-) -> None:
+def _boundary(model: PreTrainedModel, method: Boundary, *, tokens: int | None, label: Label, dry: bool) -> Part | None:
     match method:
         case Plain():
-            return
+            return None
         case Checkpoint():
             if model.is_activation_checkpointing:
-                return
+                return None
             model.activation_checkpointing_enable({"use_reentrant": False})
-            replaced.append("layers: checkpointed, each keeps its input alone")
-            restore.append(model.activation_checkpointing_disable)
+            return Part(
+                sentence="layers: checkpointed, each keeps its input alone",
+                restore=model.activation_checkpointing_disable,
+            )
+        case Offload():
+            return _offload(model, method, tokens=tokens, label=label, dry=dry)
         case _:
             assert_never(method)
 
 
-def _install_head(
-    model: PreTrainedModel, method: Vocab, replaced: list[str], restore: list[Callable[[], None]]
-) -> None:
+def _offload(model: PreTrainedModel, method: Offload, *, tokens: int | None, label: Label, dry: bool) -> Part:
+    if tokens is None:
+        raise UsageError("`plan.boundary` = offload needs `tokens`, rows x context of the largest microbatch.")
+    anatomy = find(model)
+    layers = list(anatomy.layers.values())
+    store = open_store(
+        Depth(num_boundaries=len(layers), boundary_bytes=tokens * anatomy.hidden_size * model.dtype.itemsize),
+        FarBudget(host_bytes=method.host or 0, disk_bytes=method.disk or 0, folder=method.folder),
+        device=model.device,
+        every=method.every,
+        dry=dry,
+        label=label,
+    )
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    for index, layer in enumerate(layers):
+        layer._gradient_checkpointing_func = store.checkpoint(index, layer._gradient_checkpointing_func)
+
+    def restore() -> None:
+        model.activation_checkpointing_disable()
+        store.close()
+
+    far = len(store.boundaries.offloaded)
+    return Part(sentence=f"layers: checkpointed, {far} of {len(layers)} inputs wait in far memory", restore=restore)
+
+
+def _head(model: PreTrainedModel, method: Vocab) -> Part | None:
     match method:
         case Plain():
-            return
+            return None
         case Blocked():
             anatomy = find(model)
             before = model.__dict__.get("forward")
             model.forward = loss_forward(anatomy, head_loss(anatomy, method))
-            replaced.append(f"{anatomy.head_name} and loss: no logits where labels are given")
 
-            def put_back() -> None:
+            def restore() -> None:
                 if before is None:
                     del model.forward
                 else:
                     model.forward = before
 
-            restore.append(put_back)
+            return Part(sentence=f"{anatomy.head_name} and loss: no logits where labels are given", restore=restore)
         case _:
             assert_never(method)

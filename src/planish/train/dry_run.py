@@ -104,7 +104,13 @@ def dry_run(run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal
         ledger = scope.enter_context(Ledger(device_type=device_type))
         with torch.device(device_type):
             engine = build_engine(
-                lambda: draw_model(config, run.model), run.plan, ledger=ledger, facts=AssumedFacts(), scope=scope
+                lambda: draw_model(config, run.model),
+                run.plan,
+                tokens=run.tokens_per_microbatch,
+                ledger=ledger,
+                facts=AssumedFacts(),
+                scope=scope,
+                dry=True,
             )
             feed = Replay(batches, mode) if batches else WorstCase(run, device_type)
             job = Job(

@@ -57,9 +57,25 @@ class Engine:
 
 
 def build_engine(
-    load: Callable[[], PreTrainedModel], plan: Plan, *, ledger: Ledger, facts: Facts, scope: ExitStack
+    load: Callable[[], PreTrainedModel],
+    plan: Plan,
+    *,
+    tokens: int,
+    ledger: Ledger,
+    facts: Facts,
+    scope: ExitStack,
+    dry: bool = False,
 ) -> Engine:
     """Return the model that `load` makes, until `scope` closes with the methods of `plan` and watched by `ledger`.
+
+    Args:
+        load: Makes or returns the model.
+        plan: One method per peak.
+        tokens: Rows x context of the largest microbatch.
+        ledger: Counts, where it is entered.
+        facts: Reads numbers out of tensors.
+        scope: Undoes everything when it closes.
+        dry: The model's tensors are fake.
 
     Raises:
         UsageError: What `load` raises, or a model without the parts that the plan's methods replace.
@@ -67,8 +83,14 @@ def build_engine(
     """
     with ledger.phase("init"):
         model = load().train()
-        scope.callback(install(model, plan).undo)
         anatomy = find(model)
+        names = list(anatomy.layers)
+
+        def restored(index: int, tensor: Tensor) -> None:
+            ledger.adopt(tensor, "boundaries", owner=names[index])
+
+        with ledger.category("staging"):
+            scope.callback(install(model, plan, tokens=tokens, label=restored, dry=dry).undo)
         scope.enter_context(ledger.watch(model, head=anatomy.head))
         _label_boundaries(anatomy, ledger, scope)
     return Engine(

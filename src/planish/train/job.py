@@ -76,7 +76,9 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack) -> Job:
     def load() -> PreTrainedModel:
         return load_model(run.model, context=data.context, tokenizer=tokenizer, seed=run.train.seed)
 
-    engine = build_engine(load, run.plan, ledger=ledger, facts=MeasuredFacts(), scope=scope)
+    engine = build_engine(
+        load, run.plan, tokens=run.tokens_per_microbatch, ledger=ledger, facts=MeasuredFacts(), scope=scope
+    )
     optimizer = build_optimizer(engine, run)
     return Job(run=run, tokenizer=tokenizer, engine=engine, optimizer=optimizer, feed=feed, eval_batches=held_out)
 

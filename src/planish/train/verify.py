@@ -83,7 +83,9 @@ def _reference_plan(model: PreTrainedModel) -> Plan:
 def _step(model: PreTrainedModel, plan: Plan, batch: Batch) -> _Step:
     """Return loss and gradients of one forward and backward, leaving the model as it was."""
     with ExitStack() as scope:
-        engine = build_engine(lambda: model, plan, ledger=Ledger(), facts=MeasuredFacts(), scope=scope)
+        engine = build_engine(
+            lambda: model, plan, tokens=batch.input_ids.numel(), ledger=Ledger(), facts=MeasuredFacts(), scope=scope
+        )
         moved = engine.take(batch)
         loss = engine.head(engine.hidden(moved), moved.target, batch.num_valid) / max(1, batch.num_valid)
         loss.backward()
