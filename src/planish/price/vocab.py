@@ -61,6 +61,7 @@ class Head:
         hidden_dtype: Of the hidden states and their gradient.
         weight_dtype: Of the weight and its gradient.
         compute_dtype: Of the matrix products and the tile.
+        bias_dtype: Of the bias; None is no bias.
         capped: Whether logits are soft-capped.
         wanted: Statistics of each token besides nll: any of "lse", "entropy", "argmax", "mean".
         grads: Which of "hidden", "weight" and "bias" need a gradient.
@@ -72,6 +73,7 @@ class Head:
     hidden_dtype: str = "float32"
     weight_dtype: str = "float32"
     compute_dtype: str = "float32"
+    bias_dtype: str | None = None
     capped: bool = False
     wanted: frozenset[str] = frozenset()
     grads: frozenset[str] = frozenset({"hidden", "weight"})
@@ -170,6 +172,11 @@ class Tiling:
         joint = self.strategy == "recompute" and self.sweeps == 1 and {"hidden", "weight"} <= head.grads
         return joint and head.hidden_dtype != head.wide_dtype
 
+    def group_rows(self, num_valid: int) -> int:
+        """Return how many of `num_valid` tokens are worked on together: equal shares, each at most a tile."""
+        groups = max(1, -(-num_valid // self.rows))
+        return round_up(-(-num_valid // groups), ROW_STEP)
+
     def workspace_bytes(self, head: Head) -> int:
         """Return the bytes of the working buffers in the pass that has most."""
         passes = self.passes if head.grads else ("statistics",)
@@ -214,3 +221,99 @@ def _fit_blocks(head: Head, tiling: Tiling, tile_bytes: int) -> Tiling:
     sizes = range(tiling.blocks, head.blocks + 1)
     fitting = bisect_right(sizes, tile_bytes, key=lambda blocks: replace(tiling, blocks=blocks).workspace_bytes(head))
     return replace(tiling, blocks=sizes[max(0, fitting - 1)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+    """Bytes alive beyond the arguments of the loss, and beyond gradients of earlier microbatches.
+
+    Attributes:
+        forward: At most while the loss is made.
+        kept: From then until backward, the loss included.
+        backward: At most while the gradients are made, they included.
+    """
+
+    forward: int
+    kept: int
+    backward: int
+
+
+def cross_entropy_phases(
+    head: Head, tiling: Tiling, *, num_valid: int | None = None, label_smoothing: bool = False, z_loss: bool = False
+) -> Phases:
+    """Return what the summed cross-entropy weighs, to the byte on a CPU.
+
+    Args:
+        head: The head, with "mean" among the wanted statistics where `label_smoothing`.
+        tiling: The tiling chosen for it.
+        num_valid: Tokens that are not ignored; None is all of them.
+        label_smoothing: Whether some of the loss is spread over the vocabulary.
+        z_loss: Whether lse^2 is part of the loss.
+    """
+    valid = head.tokens if num_valid is None else num_valid
+    price = _in_forward if tiling.keeps_tiles else _recomputed
+    return price(head, tiling, valid, label_smoothing, z_loss)
+
+
+def _in_forward(head: Head, tiling: Tiling, valid: int, smooth: bool, z_loss: bool) -> Phases:
+    wide, elements = head.wide_bytes, head.vocab_size * head.hidden_size
+    grads = {
+        "hidden": head.tokens * head.hidden_size * ITEMSIZE[head.hidden_dtype],
+        "weight": elements * wide,
+        "bias": head.vocab_size * wide,
+    }
+    rounded = {
+        "weight": elements * _narrow(head, head.weight_dtype),
+        "bias": head.vocab_size * _narrow(head, head.bias_dtype),
+    }
+    kept = sum(grads[name] for name in head.grads) + wide
+    # Alive for each row of a group: lse, nll, target slope and its masked copy, target and column of 8 bytes each.
+    row = 4 * wide + 16 + (2 * smooth + z_loss) * wide
+    work = total_bytes(tiling.buffers(head, "both")) + _lookup_bytes(head, valid)
+    return Phases(
+        forward=work + kept + (valid - 1) * wide + row * min(valid, tiling.group_rows(valid)),
+        kept=kept,
+        backward=kept + 2 * wide + sum(rounded.get(name, 0) for name in head.grads),
+    )
+
+
+def _recomputed(head: Head, tiling: Tiling, valid: int, smooth: bool, z_loss: bool) -> Phases:
+    wide, width, rows = head.wide_bytes, head.hidden_size, min(valid, tiling.group_rows(valid))
+    ignoring, per_token = valid < head.tokens, head.tokens * wide
+    statistics = per_token * (1 + len(head.wanted))
+    scan = rows * (wide + 16 + ITEMSIZE[head.compute_dtype])
+    combine = rows * (3 * wide + smooth * wide)
+    scanning = total_bytes(tiling.buffers(head, "statistics")) + _lookup_bytes(head, valid) + max(scan, combine)
+    losses = per_token * (2 * smooth or z_loss)
+    grads = {
+        "hidden": head.tokens * width * ITEMSIZE[head.hidden_dtype],
+        "weight": head.vocab_size * width * ITEMSIZE[head.weight_dtype],
+        "bias": head.vocab_size * wide,
+    }
+    hidden_sum = valid * width * wide if tiling.sums_hidden(head) else 0
+    upstream = per_token * (3 * smooth or z_loss)
+    derive = rows * ((ignoring + 3 + smooth) * wide + 16)
+    bias = head.vocab_size * _narrow(head, head.bias_dtype) if "bias" in head.grads else 0
+    return Phases(
+        forward=statistics + max(scanning, losses),
+        kept=per_token + wide,
+        backward=per_token
+        + 2 * wide
+        + upstream
+        + total_bytes(tiling.buffers(head, "gradients"))
+        + _lookup_bytes(head, valid)
+        + sum(grads[name] for name in head.grads)
+        + max(hidden_sum + derive, bias),
+    )
+
+
+def _narrow(head: Head, dtype: str | None) -> int:
+    """Return the bytes of one number of a copy in `dtype`, none where that is the wide one."""
+    return 0 if dtype in (None, head.wide_dtype) else ITEMSIZE[dtype]
+
+
+def _lookup_bytes(head: Head, valid: int) -> int:
+    """Return the bytes of the positions of valid tokens, and of the bias in the compute dtype."""
+    positions = 8 * valid if valid < head.tokens else 0
+    cast = head.bias_dtype not in (None, head.compute_dtype)
+    return positions + head.vocab_size * ITEMSIZE[head.compute_dtype] * cast

@@ -90,23 +90,10 @@ class GradientsInForward(torch.autograd.Function):
     ) -> Tensor:
         """Return the sum over valid tokens of the objective."""
         tiles = Tiles.prepare("both", hidden, weight, bias, target, task)
-        task, work = tiles.task, tiles.work
-        grads = Gradients.allocate(task, hidden, weight, weight_dtype=work.strip.dtype)
-        losses = work.strip.new_empty(task.num_valid)
+        grads = Gradients.allocate(tiles.task, hidden, weight, weight_dtype=tiles.work.strip.dtype)
+        losses = tiles.work.strip.new_empty(task.num_valid)
         for group in task.row_groups():
-            rows = tiles.load(group)
-            row = tiles.scan(group, rows)
-            losses[group] = objective.loss(row["nll"], row["lse"], row.get("mean"))
-            slopes = objective.slopes(row["lse"], len(weight))
-            for _, columns in task.column_groups():
-                tile = tiles.at(rows, columns)[: len(row["lse"])]
-                tiles.derive(tile, group, columns, row["lse"], slopes, grads.bias)
-                if grads.weight is not None:
-                    tiles.add_weight_grad(grads.weight[columns], tile, rows, fresh=group.start == 0)
-                if grads.hidden is not None:
-                    tiles.add_hidden_grad(work.row_grads[: len(tile)], tile, columns)
-            if grads.hidden is not None:
-                task.scatter(work, work.row_grads[: len(tile)], grads.hidden, group)
+            losses[group] = _derive_in_forward(tiles, group, objective, grads)
         ctx.grads = (grads.hidden, grads.weight, grads.bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.logit_scale = task.logit_scale
@@ -127,6 +114,24 @@ class GradientsInForward(torch.autograd.Function):
             None if grad is None else grad.mul_(factor).to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)
         ]
         return *ready, None, None, None
+
+
+def _derive_in_forward(tiles: Tiles, group: slice, objective: Objective, grads: Gradients) -> Tensor:
+    """Return the loss of each token of `group`, and add their share to `grads`."""
+    task, work = tiles.task, tiles.work
+    rows = tiles.load(group)
+    row = tiles.scan(group, rows)
+    lse, slopes = row["lse"], objective.slopes(row["lse"], task.head.vocab_size)
+    for _, columns in task.column_groups():
+        tile = tiles.at(rows, columns)[: len(lse)]
+        tiles.derive(tile, group, columns, lse, slopes, grads.bias)
+        if grads.weight is not None:
+            tiles.add_weight_grad(grads.weight[columns], tile, rows, fresh=group.start == 0)
+        if grads.hidden is not None:
+            tiles.add_hidden_grad(work.row_grads[: len(tile)], tile, columns)
+    if grads.hidden is not None:
+        task.scatter(work, work.row_grads[: len(lse)], grads.hidden, group)
+    return objective.loss(row["nll"], lse, row.get("mean"))
 
 
 class Recompute(torch.autograd.Function):
@@ -167,15 +172,20 @@ def statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tens
     Memory: one tile; 4 bytes a token for each statistic, 8 for argmax, and 8 a valid token where some are ignored.
     """
     tiles = Tiles.prepare("statistics", hidden, weight, bias, target, task)
-    task, work = tiles.task, tiles.work
-    found = {name: work.strip.new_zeros(len(hidden)) for name in ("nll", *task.head.wanted - {"argmax"})}
-    if "argmax" in task.head.wanted:
+    wanted = task.head.wanted
+    found = {name: tiles.work.strip.new_zeros(len(hidden)) for name in ("nll", *wanted - {"argmax"})}
+    if "argmax" in wanted:
         found["argmax"] = target.new_full((len(hidden),), -1)
     for group in task.row_groups():
-        row = tiles.scan(group, tiles.load(group))
-        for name, values in found.items():
-            task.scatter(work, row[name], values, group)
+        _scan_into(tiles, group, found)
     return found
+
+
+def _scan_into(tiles: Tiles, group: slice, found: dict[str, Tensor]) -> None:
+    """Write the statistics of `group` to its tokens."""
+    row = tiles.scan(group, tiles.load(group))
+    for name, values in found.items():
+        tiles.task.scatter(tiles.work, row[name], values, group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,6 +171,7 @@ def prepare(
         hidden_dtype=_name(hidden.dtype),
         weight_dtype=_name(weight.dtype),
         compute_dtype=_name(compute_dtype(hidden, weight, logits_dtype=options.logits_dtype)),
+        bias_dtype=None if bias is None else _name(bias.dtype),
         capped=options.softcap is not None,
         wanted=wanted | ({"lse"} if needing else set()),
         grads=frozenset(needing),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from planish.peaks.vocab.tile import Workspace
-from planish.price.vocab import ROW_STEP, Head, Tiling, block_ranges, round_up
+from planish.price.vocab import Head, Tiling, block_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +43,8 @@ class Task:
 
     def row_groups(self) -> Iterator[slice]:
         """Yield ranges of valid tokens, equally large but for the last, each at most the tile's rows."""
-        if self.num_valid == 0:
-            return
-        groups = -(-self.num_valid // self.tiling.rows)
-        step = round_up(-(-self.num_valid // groups), ROW_STEP)
-        for start in range(0, self.num_valid, step):
+        step = self.tiling.group_rows(self.num_valid)
+        for start in range(0, self.num_valid, max(1, step)):
             yield slice(start, min(self.num_valid, start + step))
 
     def column_groups(self) -> Iterator[tuple[int, slice]]:
