@@ -153,6 +153,20 @@ def test_hugging_face_trainer_trains_with_a_plan_installed(tiny_model, tiny_toke
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)  # the log rounds to four digits
 
 
+def test_padding_on_the_left_is_refused_and_on_the_right_is_harmless(tiny_model):
+    model = tiny_model().train()
+    ids, _ = batch(model.config.vocab_size)
+    mask = torch.ones_like(ids)
+    mask[1, -6:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    expected = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
+    planish.install(model, Plan(vocab=Blocked(tile_bytes=2**16)))
+    got = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
+    assert got.item() == pytest.approx(expected.item(), rel=1e-5)
+    with pytest.raises(UsageError, match="hides tokens on the left"):
+        model(input_ids=ids, attention_mask=mask.flip(1), labels=labels, use_cache=False)
+
+
 def test_a_router_loss_is_not_dropped_in_silence(tiny_model):
     with pytest.raises(UsageError, match="router loss of its own"):
         find(tiny_model("qwen3-moe", output_router_logits=True))

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, assert_never
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from planish.errors import UsageError
@@ -116,12 +116,25 @@ def _attention(model: PreTrainedModel, method: Attention) -> Part | None:
             before = model.config._attn_implementation
             AttentionInterface.register(ATTENTION_NAME, packed_attention)
             model.set_attn_implementation(ATTENTION_NAME)
-            return Part(
-                sentence=f"attention: {before} -> {ATTENTION_NAME}",
-                restore=lambda: model.set_attn_implementation(before),
-            )
+            handle = model.get_decoder().register_forward_pre_hook(_refuse_left_padding, with_kwargs=True)
+
+            def restore() -> None:
+                handle.remove()
+                model.set_attn_implementation(before)
+
+            return Part(sentence=f"attention: {before} -> {ATTENTION_NAME}", restore=restore)
         case _:
             assert_never(method)
+
+
+def _refuse_left_padding(_module: nn.Module, _args: object, inputs: dict[str, Any]) -> None:
+    """Refuse a mask that hides a token before one that it shows: without a mask function nothing would hide it."""
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise UsageError(
+            "`attention_mask` hides tokens on the left, which packed attention would see; pad on the right, or set "
+            "`plan.attention` = plain."
+        )
 
 
 def _dispatch(model: PreTrainedModel, method: Dispatch) -> Part | None:
