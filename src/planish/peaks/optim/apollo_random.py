@@ -15,6 +15,9 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _BITS = 32
 
+MAKING_BYTES = 320
+"""Words, and the bits of 32 signs, that are alive while a column of up to 128 signs is made."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectionKey:
@@ -43,7 +46,7 @@ def make_projection(
     Element (i, j) comes from Philox4x32-10 at counter (j, i // elements per counter, epoch, dim) under the key `seed`:
     128 signs a counter, or 4 normals by Box and Muller.
 
-    Memory:    beyond the result, 8 bytes for each of some ten words a counter.
+    Memory:    beyond the result, at most `MAKING_BYTES` for each column and 128 rows (normals: 30 times that).
     Exactness: signs are the same bits on every device and for every slice; normals are computed in float64, so
         devices differ in the last bit of float32 at most.
     """
@@ -86,10 +89,10 @@ def _words(key: ProjectionKey, device: torch.device, start: int, stop: int, *, p
 
 def _signs(words: Tensor, proj_rank: int, dtype: torch.dtype) -> Tensor:
     signs = torch.empty(proj_rank, words.shape[1], dtype=dtype, device=words.device)
-    shift = torch.arange(_BITS, device=words.device).unsqueeze(1)
-    for word, first in zip(words, range(0, proj_rank, _BITS), strict=False):
+    shift = torch.arange(_BITS, device=words.device, dtype=torch.int32).unsqueeze(1)
+    for word, first in zip(words.to(torch.int32), range(0, proj_rank, _BITS), strict=False):
         rows = signs[first : first + _BITS]
-        rows.copy_((word >> shift[: len(rows)]) & 1)
+        rows.copy_((word >> shift[: len(rows)]).bitwise_and_(1))
     return signs.mul_(2).sub_(1)
 
 

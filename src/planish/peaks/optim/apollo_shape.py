@@ -1,11 +1,14 @@
 """How APOLLO sees a weight: which dimension is projected, and the bytes of its state as arithmetic."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
 Side = Literal["auto", "left", "right"]
+
+CPU_BLOCK = 2**18
+"""Elements at work at a time on a CPU: what stays in a core's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +66,30 @@ class MatrixShape:
             return 1, 1
         return (1, self.cols) if self.left else (self.rows, 1)
 
+    def block_rows(self, elements: int, *, together: int = 1) -> int:
+        """Return how many rows of `together` matrices are at work at a time: at most `elements`, one row at least."""
+        return min(self.rows, max(1, elements // (together * self.cols)))
+
     def state_bytes(self, proj_rank: int, *, refresh: str = "keep", master: bool = False) -> int:
         """Return the bytes of one parameter's state: 8 n r of moments, 8 (12) a matrix, 4 for the step, the master."""
         counters = 3 if refresh == "reset" else 2
         moments = 2 * prod(self.moment_shape(proj_rank))
         weights = self.experts * self.rows * self.cols if master else 0
         return 4 * (moments + counters * self.experts + 1 + weights)
+
+
+def workspace_bytes(
+    matrices: Iterable[MatrixShape], proj_rank: int, *, by_channel: bool, narrow_grad: bool, narrow_weight: bool = False
+) -> int:
+    """Return the bytes of the buffers of one step on a CPU, whatever the number of parameters.
+
+    That is a projection for each distinct dimension, twice the largest projected gradient of one matrix, and a block
+    for the squares or the fp32 gradient, another for the fp32 weight where it is narrow and has no master. What lives
+    for a moment beside them: the words of the projection that is being made, or six numbers a channel.
+    """
+    every = list(matrices)
+    projections = sum(proj_rank * dim for dim in {each.dim for each in every})
+    projected = max(proj_rank * each.channels for each in every)
+    block = max(each.block_rows(CPU_BLOCK) * each.cols for each in every)
+    blocks = (by_channel or narrow_grad) + narrow_weight
+    return 4 * (projections + 2 * projected + blocks * block)

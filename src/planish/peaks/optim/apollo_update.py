@@ -12,6 +12,7 @@ together, and unusable ones are masked out. On fake tensors every reading is 1.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from planish.peaks.optim.apollo_options import ApolloOptions
 from planish.peaks.optim.apollo_random import ProjectionKey
 from planish.peaks.optim.apollo_shape import MatrixShape
-from planish.peaks.optim.apollo_workspace import Workspace, block_elements, row_blocks
+from planish.peaks.optim.apollo_workspace import Workspace, block_elements
 
 
 def new_state(param: Tensor, options: ApolloOptions, *, master: bool) -> dict[str, Tensor]:
@@ -87,11 +88,12 @@ def _update_matrices(
         if not on_host(grad):
             usable = (total > 0) & total.isfinite()
             projected.masked_fill_(~usable, 0)
+            square_sum.masked_fill_(~usable, 0)
         elif not 0 < _read(total) < math.inf:
             return
     keep = 1.0 if usable is None else usable.to(projected.dtype)
     factor = _factor(projected, square_sum, keep, part, matrix, options, work)
-    _apply(part, factor, usable, options, work)
+    _apply(part, factor, usable, matrix, options, work)
 
 
 def _project(
@@ -107,7 +109,7 @@ def _project(
         if not by_channel:
             return projected, torch.linalg.vector_norm(grad, dim=(-2, -1), keepdim=True).square_()
     square_sum = torch.zeros(experts, *matrix.factor_shape(by_channel=by_channel), device=device, dtype=dtype)
-    for rows in row_blocks(grad):
+    for rows in _row_blocks(grad, matrix):
         block = grad[:, rows]
         buffer = work.buffer("block", block.shape, device, dtype)
         if grad.dtype == dtype:
@@ -219,14 +221,19 @@ def _limit_on_device(norm: Tensor, keep: Any, num_updates: Tensor, memory: Tenso
 
 
 def _apply(
-    part: dict[str, Tensor], factor: Tensor | float, usable: Tensor | None, options: ApolloOptions, work: Workspace
+    part: dict[str, Tensor],
+    factor: Tensor | float,
+    usable: Tensor | None,
+    matrix: MatrixShape,
+    options: ApolloOptions,
+    work: Workspace,
 ) -> None:
     """Decay the weight and add factor * gradient, in the master where there is one."""
     grad, weight = part["grad"], part.get("master", part["weight"])
     device, dtype = grad.device, part["exp_avg"].dtype
     decay = 1 - options.lr * options.weight_decay * (1.0 if usable is None else usable.to(dtype))
     copied, narrow = grad.dtype != dtype or usable is not None, weight.dtype != dtype
-    for rows in row_blocks(grad) if copied or narrow or options.weight_decay else (slice(None),):
+    for rows in _row_blocks(grad, matrix) if copied or narrow or options.weight_decay else (slice(None),):
         block, wide = grad[:, rows], weight[:, rows]
         if copied:
             block = work.buffer("block", block.shape, device, dtype).copy_(block)
@@ -242,3 +249,9 @@ def _apply(
             wide.addcmul_(block, factor[:, rows] if factor.shape[-2] > 1 else factor)
         if part["weight"].dtype != dtype:
             part["weight"][:, rows].copy_(wide)
+
+
+def _row_blocks(matrices: Tensor, matrix: MatrixShape) -> Iterator[slice]:
+    step = matrix.block_rows(block_elements(matrices.device), together=len(matrices))
+    for first in range(0, matrix.rows, step):
+        yield slice(first, min(matrix.rows, first + step))
