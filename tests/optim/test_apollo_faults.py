@@ -35,7 +35,7 @@ def walk(optimizer, param, steps, spoil=None):
 
 
 @pytest.mark.parametrize("options", [MINI, CHANNEL])
-@pytest.mark.parametrize("value", [0.0, 1e-30, math.nan, math.inf])
+@pytest.mark.parametrize("value", [0.0, 1e-30, 3e17, math.nan, math.inf])
 def test_1_zero_or_non_finite_gradient_traps_nothing(value, options):
     def spoil(step, grad):
         if step == 20:

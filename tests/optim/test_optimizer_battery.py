@@ -54,9 +54,9 @@ def test_it_fits_a_linear_map(make, dtype, master):
     goal = drawn((8, 12), 1)
     optimizer = make([weight, bias], master=master)
     losses = []
-    for number in range(300):
+    for number in range(400):
         for group in optimizer.param_groups:
-            group["lr"] = 3e-2 * (1 - number / 300)
+            group["lr"] = 5e-2 * (1 - number / 400)
         x = drawn((64, 12), 10 + number)
         loss = (x @ (weight.float() - goal).t() + bias.float()).square().mean()
         losses.append(loss.item())

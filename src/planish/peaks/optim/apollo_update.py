@@ -85,11 +85,12 @@ def _update_matrices(
     projected, square_sum = _project(grad, projection, matrix, options, work)
     if options.limiter == "safe":
         total = square_sum.sum((-2, -1), keepdim=True)
+        largest = torch.finfo(total.dtype).max / matrix.dim  # up to here, squares of the projected gradient are finite
         if not on_host(grad):
-            usable = (total > 0) & total.isfinite()
+            usable = (total > 0) & (total < largest)
             projected.masked_fill_(~usable, 0)
             square_sum.masked_fill_(~usable, 0)
-        elif not 0 < _read(total) < math.inf:
+        elif not 0 < _read(total) < largest:
             return
     keep = 1.0 if usable is None else usable.to(projected.dtype)
     factor = _factor(projected, square_sum, keep, part, matrix, options, work)
