@@ -137,3 +137,27 @@ def test_factor_shrinks_by_the_root_of_rank_over_dimension(kind, proj_rank):
     moved = [(param.detach() - old).norm().item() for param, old in zip((full, projected), before, strict=True)]
     expected = math.sqrt(proj_rank / 256)
     assert moved[1] / moved[0] == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("shape", [(64, 200), (200, 64)])
+@pytest.mark.parametrize(("granularity", "proj_rank"), [("channel", 16), ("tensor", 1)])
+def test_low_precision_errs_no_more_than_one_rounding_of_the_gradient(shape, granularity, proj_rank):
+    """bf16 gradients against the textbook on the same numbers: the factor is off by less than a bf16 ulp (2^-8)."""
+    param = drawn(*shape).to(torch.bfloat16).requires_grad_()
+    left = shape[0] < shape[1]
+    options = OPTIONS | {"weight_decay": 0.0}
+    optimizer = Apollo([param], proj_rank=proj_rank, granularity=granularity, update_gap=GAP, seed=7, **options)
+    expected = textbook.start(param.detach() if left else param.detach().t(), proj_rank)
+    for step in range(1, 9):
+        param.grad = gradient(shape, step).to(torch.bfloat16)
+        before, master = expected.weight, optimizer.state[param]["master"].double()
+        projection = projection_of("rademacher", proj_rank, 64, step)
+        expected = textbook.step(
+            expected, param.grad if left else param.grad.t(), projection, alpha=math.sqrt(64 / proj_rank),
+            by_channel=granularity == "channel", limiter="safe", **options,
+        )  # fmt: skip
+        optimizer.step()
+        moved = optimizer.state[param]["master"].double() - master
+        wanted = expected.weight - before
+        error = (moved if left else moved.t()) - wanted
+        assert error.norm() < 2**-8 * wanted.norm()

@@ -10,6 +10,9 @@ Side = Literal["auto", "left", "right"]
 CPU_BLOCK = 2**18
 """Elements at work at a time on a CPU: what stays in a core's cache."""
 
+NARROW_PRODUCT_RANK = 8
+"""From this rank on, arithmetic takes the time, and gradients narrower than fp32 are projected in their own dtype."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixShape:
@@ -86,10 +89,18 @@ def workspace_bytes(
     That is a projection for each distinct dimension, twice the largest projected gradient of one matrix, and a block
     for the squares or the fp32 gradient, another for the fp32 weight where it is narrow and has no master. What lives
     for a moment beside them: the words of the projection that is being made, or six numbers a channel.
+
+    Args:
+        matrices: The projected parameters.
+        proj_rank: Of all of them.
+        by_channel: Factors are by channel.
+        narrow_grad: Gradients have 2 bytes an element.
+        narrow_weight: Weights have, too, and no master.
     """
     every = list(matrices)
+    narrow_product = narrow_grad and proj_rank >= NARROW_PRODUCT_RANK
     projections = sum(proj_rank * dim for dim in {each.dim for each in every})
     projected = max(proj_rank * each.channels for each in every)
     block = max(each.block_rows(CPU_BLOCK) * each.cols for each in every)
     blocks = (by_channel or narrow_grad) + narrow_weight
-    return 4 * (projections + 2 * projected + blocks * block)
+    return (2 if narrow_product else 4) * projections + (10 if narrow_product else 8) * projected + 4 * blocks * block

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from planish.peaks.optim.apollo_options import ApolloOptions
 from planish.peaks.optim.apollo_random import ProjectionKey
-from planish.peaks.optim.apollo_shape import MatrixShape
+from planish.peaks.optim.apollo_shape import NARROW_PRODUCT_RANK, MatrixShape
 from planish.peaks.optim.apollo_workspace import Workspace, block_elements
 
 
@@ -57,7 +57,8 @@ def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], options: Apoll
     key = ProjectionKey(
         kind=options.projection, proj_rank=options.proj_rank, dim=matrix.dim, seed=options.seed, epoch=epoch
     )
-    projection = work.projection(key, grad.device, state["exp_avg"].dtype)
+    whole_product = options.proj_rank >= NARROW_PRODUCT_RANK
+    projection = work.projection(key, grad.device, grad.dtype if whole_product else state["exp_avg"].dtype)
     tensors = {name: each for name, each in state.items() if name != "step"} | {"weight": param, "grad": grad}
     whole = {name: each if each.ndim == 3 else each.unsqueeze(0) for name, each in tensors.items()}
     together = 1 if on_host(param) else max(1, block_elements(param.device) // (matrix.rows * matrix.cols))
@@ -100,15 +101,21 @@ def _update_matrices(
 def _project(
     grad: Tensor, projection: Tensor, matrix: MatrixShape, options: ApolloOptions, work: Workspace
 ) -> tuple[Tensor, Tensor]:
-    """Return P G (or G P^T), [E, R, C] (or [E, C, R]), and the sum of squares of each channel or matrix of G."""
-    experts, device, dtype = len(grad), grad.device, projection.dtype
-    by_channel = options.granularity == "channel"
-    projected = work.buffer("projected", (experts, *matrix.moment_shape(options.proj_rank)[1:]), device, dtype)
-    alpha = 1.0 if options.projection == "identity" else options.proj_rank**-0.5
-    if grad.dtype == dtype:
-        _multiply(projected, grad, slice(None), projection, alpha, matrix)
-        if not by_channel:
-            return projected, torch.linalg.vector_norm(grad, dim=(-2, -1), keepdim=True).square_()
+    """Return P G (or G P^T), [E, R, C] (or [E, C, R]), and the sum of squares of each channel or matrix of G.
+
+    A narrow gradient is multiplied as it is where arithmetic takes the time, and as fp32 blocks where reading it does.
+    """
+    experts, device, dtype = len(grad), grad.device, torch.promote_types(grad.dtype, torch.float32)
+    by_channel, whole = options.granularity == "channel", projection.dtype == grad.dtype
+    shape = (experts, *matrix.moment_shape(options.proj_rank)[1:])
+    projected = work.buffer("projected", shape, device, dtype)
+    if whole:
+        product = projected if grad.dtype == dtype else work.buffer("product", shape, device, grad.dtype)
+        _multiply(product, grad, slice(None), projection, matrix)
+        if product is not projected:
+            projected.copy_(product)
+    if grad.dtype == dtype and not by_channel:
+        return _normalise(projected, options), torch.linalg.vector_norm(grad, dim=(-2, -1), keepdim=True).square_()
     square_sum = torch.zeros(experts, *matrix.factor_shape(by_channel=by_channel), device=device, dtype=dtype)
     for rows in _row_blocks(grad, matrix):
         block = grad[:, rows]
@@ -116,25 +123,29 @@ def _project(
         if grad.dtype == dtype:
             squares = torch.mul(block, block, out=buffer)
         else:
-            _multiply(projected, buffer.copy_(block), rows, projection, alpha, matrix)
+            buffer.copy_(block)
+            if not whole:
+                _multiply(projected, buffer, rows, projection, matrix)
             squares = buffer.square_()
         if matrix.left or not by_channel:
             square_sum += squares.sum(matrix.channel_axis if by_channel else (-2, -1), keepdim=True)
         else:
             torch.sum(squares, -1, keepdim=True, out=square_sum[:, rows])
-    return projected, square_sum
+    return _normalise(projected, options), square_sum
 
 
-def _multiply(
-    projected: Tensor, block: Tensor, rows: slice, projection: Tensor, alpha: float, matrix: MatrixShape
-) -> None:
-    """Write alpha P G of some rows of G; where rows are projected, the first block overwrites and others add."""
+def _normalise(projected: Tensor, options: ApolloOptions) -> Tensor:
+    return projected if options.projection == "identity" else projected.mul_(options.proj_rank**-0.5)
+
+
+def _multiply(projected: Tensor, block: Tensor, rows: slice, projection: Tensor, matrix: MatrixShape) -> None:
+    """Write P G of some rows of G; where rows are projected, the first block overwrites and others add."""
     if matrix.left:
         left, right, beta = projection[:, rows].expand(len(block), -1, -1), block, 1 if rows.start else 0
     else:
         projected, beta = projected[:, rows], 0
         left, right = block, projection.t().expand(len(block), -1, -1)
-    torch.baddbmm(projected, left, right, beta=beta, alpha=alpha, out=projected)
+    torch.baddbmm(projected, left, right, beta=beta, out=projected)
 
 
 def _factor(
