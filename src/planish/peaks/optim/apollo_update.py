@@ -135,7 +135,8 @@ def _project(
 
 
 def _normalise(projected: Tensor, options: ApolloOptions) -> Tensor:
-    return projected if options.projection == "identity" else projected.mul_(options.proj_rank**-0.5)
+    unchanged = options.projection == "identity" or options.proj_rank == 1
+    return projected if unchanged else projected.mul_(options.proj_rank**-0.5)
 
 
 def _multiply(projected: Tensor, block: Tensor, rows: slice, projection: Tensor, matrix: MatrixShape) -> None:
@@ -193,11 +194,12 @@ def _root_of_ratio(above: Tensor, below: Tensor) -> Tensor | float:
     return above.div_(below).sqrt_().masked_fill_(below == 0, 0)
 
 
-def _norm(scale: Tensor | float, square_sum: Tensor) -> Tensor:
-    """Return the norms of gradients whose channels are scaled, [E, 1, 1]."""
+def _norm(scale: Tensor | float, square_sum: Tensor) -> Tensor | float:
+    """Return the norm of each gradient whose channels are scaled."""
     if isinstance(scale, float):
-        return square_sum.sqrt() * scale
-    return (scale.square() * square_sum).sum((-2, -1), keepdim=True).sqrt_()
+        return scale * math.sqrt(_read(square_sum))
+    norm = (scale.square() * square_sum).sum((-2, -1), keepdim=True).sqrt_()
+    return _read(norm) if on_host(norm) else norm
 
 
 def _count(counter: Tensor, keep: Tensor | float) -> Any:
@@ -206,17 +208,17 @@ def _count(counter: Tensor, keep: Tensor | float) -> Any:
     return _read(counter) if on_host(counter) else counter.double().clamp_(min=1)
 
 
-def _limit_on_host(norm: Tensor, _: Any, num_updates: float, memory: Tensor, options: ApolloOptions) -> float:
+def _limit_on_host(norm: float, _: Any, num_updates: float, memory: Tensor, options: ApolloOptions) -> float:
     """Return what keeps the update's norm within `growth` of the one before, and remember the new one.
 
     "paper" remembers the last norm, so that one vanishing update holds all later ones down; "safe" lets the memory fall
     by `growth` a step at most, and has none before the first update that moves the weight.
     """
-    now, before = _read(norm), _read(memory)
+    before = _read(memory)
     cap = options.growth * before
     free = num_updates == 1 if options.limiter == "paper" else before == 0
-    ratio = 1.0 if free or now <= cap else cap / now
-    memory.fill_(now * ratio if options.limiter == "paper" else max(now * ratio, before / options.growth))
+    ratio = 1.0 if free or norm <= cap else cap / norm
+    memory.fill_(norm * ratio if options.limiter == "paper" else max(norm * ratio, before / options.growth))
     return ratio
 
 

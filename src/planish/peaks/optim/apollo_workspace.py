@@ -21,21 +21,23 @@ class Workspace:
     """
 
     projections: dict[tuple[ProjectionKey, torch.device, torch.dtype], Tensor] = field(default_factory=dict)
-    buffers: dict[tuple[str, torch.device, torch.dtype], Tensor] = field(default_factory=dict)
+    buffers: dict[tuple[str, torch.device, torch.dtype], Tensor | None] = field(default_factory=dict)
 
     def projection(self, key: ProjectionKey, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return P [R, dim], made at its first use."""
-        if (key, device, dtype) not in self.projections:
-            self.projections[key, device, dtype] = make_projection(key, device, dtype)
-        return self.projections[key, device, dtype]
+        made = self.projections.get((key, device, dtype))
+        if made is None:
+            made = self.projections[key, device, dtype] = make_projection(key, device, dtype)
+        return made
 
     def buffer(self, name: str, shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return uninitialised memory that holds until `name` is asked for again."""
         key, numel = (name, device, dtype), prod(shape)
-        if key not in self.buffers or self.buffers[key].numel() < numel:
-            self.buffers.pop(key, None)
-            self.buffers[key] = torch.empty(numel, device=device, dtype=dtype)
-        return self.buffers[key][:numel].view(shape)
+        buffer = self.buffers.get(key)
+        if buffer is None or buffer.numel() < numel:
+            buffer = self.buffers[key] = None  # the small one goes before the large one comes
+            buffer = self.buffers[key] = torch.empty(numel, device=device, dtype=dtype)
+        return buffer[:numel].view(shape)
 
 
 def block_elements(device: torch.device) -> int:
