@@ -21,6 +21,7 @@ from planish.peaks.optim.apollo_random import Projection
 from planish.peaks.optim.apollo_shape import Side
 from planish.peaks.optim.apollo_update import new_state, update
 from planish.peaks.optim.apollo_workspace import Workspace
+from planish.peaks.optim.int8_weight import Int8Weight
 
 _FIXED = ("proj_rank", "granularity", "side", "projection", "refresh", "update_gap", "seed")
 
@@ -40,7 +41,7 @@ class Apollo(AdamW):
 
     APOLLO-Mini is `proj_rank=1, granularity="tensor"`. P is generated when it is needed and never stored: parameters of
     equal smaller dimension share it within a step. A parameter [E, A, B] is E such matrices, each with its own factors
-    and norm; one of fewer than two dimensions always takes AdamW.
+    and norm; one of fewer than two dimensions always takes AdamW. An `Int8Weight` stays int8: Q-APOLLO.
 
     Memory:    state of a projected parameter: 8 * proj_rank * B + 8 bytes (12 with `refresh="reset"`) a matrix and 4,
         and an fp32 master where it is narrower, as AdamW's; all of it allocated here. While a step runs: 4 * proj_rank
@@ -228,4 +229,8 @@ def _state_of(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     options = _options_of(group)
     if options is not None and param.ndim >= 2:
         return new_state(param, options, master=group["master"])
+    if isinstance(param, Int8Weight):
+        raise ValueError(
+            "an int8 weight needs a group with a `proj_rank`: AdamW's state alone would be eight times it."
+        )
     return _new_state(param, master=group["master"])

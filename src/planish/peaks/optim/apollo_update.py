@@ -23,6 +23,7 @@ from planish.peaks.optim.apollo_options import ApolloOptions
 from planish.peaks.optim.apollo_random import ProjectionKey
 from planish.peaks.optim.apollo_shape import NARROW_PRODUCT_RANK, MatrixShape
 from planish.peaks.optim.apollo_workspace import Workspace, block_elements
+from planish.peaks.optim.int8_weight import Int8Step, Int8Weight
 
 
 def new_state(param: Tensor, options: ApolloOptions, *, master: bool) -> dict[str, Tensor]:
@@ -42,7 +43,7 @@ def new_state(param: Tensor, options: ApolloOptions, *, master: bool) -> dict[st
     }
     if options.refresh == "reset":
         state["num_since_refresh"] = zeros(matrix.experts, 1, 1)
-    if master and dtype != param.dtype:
+    if master and dtype != param.dtype and not isinstance(param, Int8Weight):
         state["master"] = param.detach().to(dtype, copy=True)
     return state
 
@@ -50,7 +51,8 @@ def new_state(param: Tensor, options: ApolloOptions, *, master: bool) -> dict[st
 def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], options: ApolloOptions, work: Workspace) -> None:
     """Update one parameter and its state in place."""
     matrix = options.shape_of(param.shape)
-    epoch, since_refresh = divmod(int(_read(state["step"].add_(1))) - 1, options.update_gap)
+    calls = int(_read(state["step"].add_(1)))
+    epoch, since_refresh = divmod(calls - 1, options.update_gap)
     if options.refresh == "reset" and since_refresh == 0:
         state["exp_avg"].zero_()
         state["num_since_refresh"].zero_()
@@ -59,7 +61,11 @@ def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], options: Apoll
     )
     whole_product = options.proj_rank >= NARROW_PRODUCT_RANK
     projection = work.projection(key, grad.device, grad.dtype if whole_product else state["exp_avg"].dtype)
-    tensors = {name: each for name, each in state.items() if name != "step"} | {"weight": param, "grad": grad}
+    tensors = {name: each for name, each in state.items() if name != "step"} | {"grad": grad}
+    if isinstance(param, Int8Weight):
+        part = {name: each if each.ndim == 3 else each.unsqueeze(0) for name, each in tensors.items()}
+        return _update_matrices(part, projection, matrix, options, work, Int8Step(weight=param, number=calls))
+    tensors["weight"] = param
     whole = {name: each if each.ndim == 3 else each.unsqueeze(0) for name, each in tensors.items()}
     together = 1 if on_host(param) else max(1, block_elements(param.device) // (matrix.rows * matrix.cols))
     if together >= matrix.experts:
@@ -80,7 +86,12 @@ def _read(tensor: Tensor) -> float:
 
 
 def _update_matrices(
-    part: dict[str, Tensor], projection: Tensor, matrix: MatrixShape, options: ApolloOptions, work: Workspace
+    part: dict[str, Tensor],
+    projection: Tensor,
+    matrix: MatrixShape,
+    options: ApolloOptions,
+    work: Workspace,
+    int8: Int8Step | None = None,
 ) -> None:
     grad, usable = part["grad"], None
     projected, square_sum = _project(grad, projection, matrix, options, work)
@@ -95,7 +106,10 @@ def _update_matrices(
             return
     keep = 1.0 if usable is None else usable.to(projected.dtype)
     factor = _factor(projected, square_sum, keep, part, matrix, options, work)
-    _apply(part, factor, usable, matrix, options, work)
+    if int8 is None:
+        _apply(part, factor, usable, matrix, options, work)
+    else:
+        _apply_int8(int8, grad[0], factor, usable, options, work)
 
 
 def _project(
@@ -263,6 +277,26 @@ def _apply(
             wide.addcmul_(block, factor[:, rows] if factor.shape[-2] > 1 else factor)
         if part["weight"].dtype != dtype:
             part["weight"][:, rows].copy_(wide)
+
+
+def _apply_int8(
+    int8: Int8Step,
+    grad: Tensor,
+    factor: Tensor | float,
+    usable: Tensor | None,
+    options: ApolloOptions,
+    work: Workspace,
+) -> None:
+    """Do what `_apply` does to a weight of which one tile at a time is ever wide."""
+    factor, keep = (each[0] if isinstance(each, Tensor) else each for each in (factor, usable))
+    decay = 1 - options.lr * options.weight_decay * (1.0 if keep is None else keep.float())
+    for rows in int8.weight.tiles():
+        block = work.buffer("block", grad[rows].shape, grad.device, torch.float32).copy_(grad[rows])
+        if keep is not None:
+            block.masked_fill_(~keep, 0)
+        by_row = isinstance(factor, Tensor) and factor.shape[0] > 1
+        wide = int8.weight.read(rows).mul_(decay).add_(block.mul_(factor[rows] if by_row else factor))
+        int8.weight.write(rows, wide, int8.noise(options.seed, rows.start))
 
 
 def _row_blocks(matrices: Tensor, matrix: MatrixShape) -> Iterator[slice]:
