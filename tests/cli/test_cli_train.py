@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from planish.cli.main import main
+from planish.train import session
+from planish.train.dry_run import dry_run
 
 
 @pytest.fixture
@@ -158,14 +161,53 @@ def test_a_run_file_and_flags_are_one_tree(train, tmp_path, model_folder, text_f
     assert [line["step"] for line in lines(tmp_path / "out" / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_the_budget_stops_a_run_with_the_table_in_its_folder(train, tmp_path):
-    assert train("--memory", "40MiB")[0] == 0
-    peak = max(line["peak_bytes"] for line in lines(tmp_path / "run" / "memory.jsonl"))
-    code, error = train("--memory", f"{peak - 1}B", "--overwrite")
+def test_what_does_not_fit_is_refused_before_anything_is_written(train, tmp_path, model_folder):
+    folder = model_folder()
+    assert train("--memory", "40MiB", model=folder)[0] == 0
+    run = tmp_path / "run"
+    peak = json.loads((run / "plan.json").read_text())["peak_bytes"]
+    measured = max(line["peak_bytes"] for line in lines(run / "memory.jsonl"))
+    assert measured <= peak <= 1.01 * measured
+    shutil.rmtree(run)
+    code, error = train("--memory", f"{peak - 1}B", model=folder)
+    assert code == 3
+    assert "the smallest budget that would do is" in error
+    assert not run.exists()
+    assert train("--memory", f"{peak}B", model=folder)[0] == 0
+
+
+def test_a_shorter_context_is_named_when_it_would_fit(train, model_folder):
+    folder = model_folder(max_position_embeddings=4096)
+    code, error = train("--memory", "10MiB", "--data.context", "4096", model=folder)
+    assert code == 3
+    longest = int(error.split("`data.context = ")[1].split("`")[0])
+    assert train("--memory", "10MiB", "--data.context", longest, "--train.steps", 1, model=folder)[0] == 0
+    assert train("--memory", "10MiB", "--data.context", 2 * longest, "--overwrite", model=folder)[0] == 3
+
+
+def test_a_budget_broken_while_running_stops_with_the_table_in_the_folder(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "check_fit", dry_run)
+    code, error = train("--memory", "400KiB")
     assert code == 4
     assert "over the budget" in error
     assert "bytes alive" in (tmp_path / "run" / "budget-exceeded.txt").read_text()
-    assert train("--memory", f"{peak}B", "--overwrite")[0] == 0
+
+
+def test_plan_answers_as_the_run_would(model_folder, text_file, capsys):
+    words = ["plan", "--model.from", str(model_folder()), "--data.train", str(text_file), "--data.context", "64"]
+    assert main([*words, "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["phases"][tree["peak_phase"]]["peak_bytes"] == tree["peak_bytes"]
+    assert main([*words, "--memory", f"{tree['peak_bytes'] - 1}B"]) == 3
+    said = capsys.readouterr()
+    assert "parameters" in said.out
+    assert "smallest budget" in said.err
+    assert main([*words, "--memory", "1KiB", "--json"]) == 3
+    assert not json.loads(capsys.readouterr().out)["fits"]
+    assert main([*words, "--train.step", "1", "--json"]) == 2
+    said = capsys.readouterr()
+    assert "did you mean" in json.loads(said.out)["error"]
+    assert said.err == ""
 
 
 def test_nan_names_step_and_layer_and_keeps_the_last_checkpoint(train, tmp_path, tiny_model, tiny_tokenizer):

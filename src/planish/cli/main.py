@@ -10,6 +10,7 @@ from planish.decode import nearest
 from planish.errors import PlanishError, UsageError
 
 VERBS = {
+    "plan": "will it fit: what a run holds in each phase, before anything is loaded",
     "train": "train a model inside a memory budget",
     "verify": "check that a plan computes what plain PyTorch computes",
     "generate": "continue a prompt with a model",

@@ -14,7 +14,7 @@ from planish.errors import UsageError, WorldFailed
 
 _LOCK = ".lock"
 # What a run writes beside its checkpoints and `run.toml`, which marks a run folder.
-_WRITTEN = ("plan.toml", "metrics.jsonl", "memory.jsonl", "report.html", "budget-exceeded.txt", "latest")
+_WRITTEN = ("plan.toml", "plan.json", "metrics.jsonl", "memory.jsonl", "report.html", "budget-exceeded.txt", "latest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """One run in its folder: built, resumed, trained, evaluated, saved, and written down line by line."""
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from planish.models.load import run_device
 from planish.runfile import RunFile
 from planish.train import checkpoint
 from planish.train.evaluate import EvalReport, evaluate
+from planish.train.fit import check_fit, to_tree
 from planish.train.job import Job, build
 from planish.train.loop import Hooks, StepReport, train
 from planish.train.run_folder import JsonLines, RunFolder, write_atomically
@@ -56,6 +58,7 @@ def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMete
     Raises:
         PlanishError: Each of its kinds, as its exit code says; the last checkpoint is intact.
     """
+    predicted = None if run.memory.budget is None else check_fit(run)
     ledger = Ledger(budget_bytes=run.memory.budget, on_exceed=run.memory.on_exceed)
     with ExitStack() as scope:
         stop = scope.enter_context(StopSignal())
@@ -64,6 +67,8 @@ def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMete
         _check_eval(job)
         first_step = _resume(job, folder, view) if folder.resume else 1
         folder.begin(run_toml=run.to_toml(), plan_toml=run.plan.to_toml(), step=first_step - 1)
+        if predicted is not None:
+            write_atomically(folder.path / "plan.json", json.dumps(to_tree(predicted, run.memory.budget)))
         records = scope.enter_context(_Records(folder, job, view, meter))
         records.memory_line(first_step - 1)
         view.begin(job, first_step, meter.baseline_bytes)
