@@ -26,7 +26,10 @@ KEPT_BLOCKS = 4
 """Blocks of one tile where all tiles of a row group are kept: small enough to be derived and multiplied in cache."""
 
 STRIP = 2**19
-"""Elements of logits that are exponentiated at a time: they stay in the cache from the maximum to the sum."""
+"""Elements of logits that are exponentiated at a time: they stay in a CPU's cache from the maximum to the sum."""
+
+CUDA_STRIP = 2**23
+"""The same on a GPU, where each operation must be long enough to outweigh its launch."""
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 
@@ -65,6 +68,7 @@ class Head:
         capped: Whether logits are soft-capped.
         wanted: Statistics of each token besides nll: any of "lse", "entropy", "argmax", "mean".
         grads: Which of "hidden", "weight" and "bias" need a gradient.
+        device: Type of the device; on "cuda" products of narrow numbers come out wide, and so does the tile.
     """
 
     tokens: int
@@ -77,11 +81,17 @@ class Head:
     capped: bool = False
     wanted: frozenset[str] = frozenset()
     grads: frozenset[str] = frozenset({"hidden", "weight"})
+    device: str = "cpu"
 
     @property
     def wide_dtype(self) -> str:
         """Return the dtype in which sums over tokens and over the vocabulary are kept."""
         return "float64" if self.compute_dtype == "float64" else "float32"
+
+    @property
+    def product_dtype(self) -> str:
+        """Return the dtype in which matrix products come out, that of the tile."""
+        return self.wide_dtype if self.device == "cuda" else self.compute_dtype
 
     @property
     def wide_bytes(self) -> int:
@@ -115,10 +125,10 @@ class Tiling:
     blocks: int
     sweeps: int = 1
 
-    @property
-    def products(self) -> int:
-        """Return how often tokens x vocabulary x width is multiplied when both gradients are wanted."""
-        return 3 if self.strategy == "gradients-in-forward" else 3 + self.sweeps
+    def products(self, head: Head) -> int:
+        """Return how often valid tokens x vocabulary x width is multiplied, forward and backward together."""
+        again = self.sweeps if head.grads and not self.keeps_tiles else 0
+        return 1 + again + len(head.grads & {"hidden", "weight"})
 
     @property
     def keeps_tiles(self) -> bool:
@@ -134,9 +144,9 @@ class Tiling:
         """Return shape and dtype of every working buffer of one pass."""
         rows, columns, width = self.rows, head.widest(self.blocks), head.hidden_size
         compute, wide = head.compute_dtype, head.wide_dtype
-        strip = max(columns, width, min(STRIP, rows * columns))
+        strip = max(columns, width, min(CUDA_STRIP if head.device == "cuda" else STRIP, rows * columns))
         buffers: Buffers = {
-            "tile": ((rows, head.vocab_size if self.keeps_tiles else columns), compute),
+            "tile": ((rows, head.vocab_size if self.keeps_tiles else columns), head.product_dtype),
             "strip": ((strip,), wide),
             "rows": ((rows, width), compute),
         }
@@ -158,9 +168,11 @@ class Tiling:
         width, compute, wide = head.hidden_size, head.compute_dtype, head.wide_dtype
         buffers: Buffers = {}
         if compute != wide:
-            buffers["part"] = ((part_rows, width), compute)
+            buffers["part"] = ((part_rows, width), head.product_dtype)
+        if compute != head.product_dtype:
+            buffers["narrow"] = ((self.rows, columns), compute)
         if "bias" in head.grads:
-            buffers["ones"] = ((self.rows,), wide)
+            buffers["column_sums"] = ((columns,), wide)
         if "hidden" in head.grads and not self.sums_hidden(head):
             buffers["row_grads"] = ((self.rows, width), wide)
         if "weight" in head.grads and not self.keeps_tiles and head.weight_dtype != wide:
@@ -203,7 +215,7 @@ def choose_tiling(head: Head, *, tile_bytes: int, strategy: Literal["auto"] | St
             return tiling
     one_sweep = Tiling(strategy="recompute", rows=ROW_STEP, blocks=1)
     sum_bytes = head.tokens * head.hidden_size * head.wide_bytes if one_sweep.sums_hidden(head) else 0
-    side = isqrt(tile_bytes // (2 * ITEMSIZE[head.compute_dtype]))
+    side = isqrt(tile_bytes // (2 * ITEMSIZE[head.product_dtype]))
     square = replace(one_sweep, blocks=min(head.blocks, max(1, side // BLOCK)), sweeps=1 + (sum_bytes > tile_bytes))
     tiling = _fit_rows(head, square, tile_bytes)
     return tiling if tiling.rows < head.tokens else _fit_blocks(head, tiling, tile_bytes)
@@ -281,7 +293,7 @@ def _recomputed(head: Head, tiling: Tiling, valid: int, smooth: bool, z_loss: bo
     wide, width, rows = head.wide_bytes, head.hidden_size, min(valid, tiling.group_rows(valid))
     ignoring, per_token = valid < head.tokens, head.tokens * wide
     statistics = per_token * (1 + len(head.wanted))
-    scan = rows * (wide + 16 + ITEMSIZE[head.compute_dtype])
+    scan = rows * (wide + 16 + ITEMSIZE[head.product_dtype])
     combine = rows * (3 * wide + smooth * wide)
     scanning = total_bytes(tiling.buffers(head, "statistics")) + _lookup_bytes(head, valid) + max(scan, combine)
     losses = per_token * (2 * smooth or z_loss)

@@ -17,6 +17,9 @@ from planish.peaks.vocab.task import Task
 from planish.peaks.vocab.tile import Slopes
 from planish.peaks.vocab.tiles import Tiles
 
+STATISTICS = ("nll", "lse", "entropy", "mean", "argmax")
+"""What is known of each token, in the order in which functions return it; all but the last have gradients."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
@@ -153,7 +156,7 @@ class Recompute(torch.autograd.Function):
         if "argmax" in found:
             ctx.mark_non_differentiable(found["argmax"])
         ctx.save_for_backward(hidden, weight, bias, target, found["lse"], found.get("entropy"))
-        return tuple(found.get(name) for name in ("nll", "lse", "entropy", "mean", "argmax"))
+        return tuple(found.get(name) for name in STATISTICS)
 
     @staticmethod
     @once_differentiable

@@ -160,21 +160,46 @@ def prepare(
         ValueError: See `check` and `count_valid`.
     """
     check(hidden, weight, target, bias)
-    flat, classes = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
     tensors = {"hidden": hidden, "weight": weight, "bias": bias}
     tracked = torch.is_grad_enabled()
     needing = {name for name, each in tensors.items() if tracked and each is not None and each.requires_grad}
+    return lay_out(
+        hidden,
+        weight,
+        target,
+        bias,
+        options,
+        compute=compute_dtype(hidden, weight, logits_dtype=options.logits_dtype),
+        wanted=wanted | ({"lse"} if needing else set()),
+        grads=frozenset(needing),
+    )
+
+
+def lay_out(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    *,
+    compute: torch.dtype,
+    wanted: frozenset[str],
+    grads: frozenset[str],
+) -> Prepared:
+    """Return the arguments of one call, flat, with a tiling for these statistics and gradients."""
+    flat, classes = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
     head = Head(
         tokens=len(flat),
         hidden_size=weight.shape[1],
         vocab_size=len(weight),
         hidden_dtype=_name(hidden.dtype),
         weight_dtype=_name(weight.dtype),
-        compute_dtype=_name(compute_dtype(hidden, weight, logits_dtype=options.logits_dtype)),
+        compute_dtype=_name(compute),
         bias_dtype=None if bias is None else _name(bias.dtype),
         capped=options.softcap is not None,
-        wanted=wanted | ({"lse"} if needing else set()),
-        grads=frozenset(needing),
+        wanted=wanted,
+        grads=grads,
+        device=weight.device.type,
     )
     tile_bytes = DEFAULT_TILE_BYTES if options.tile_bytes is None else options.tile_bytes
     tiling = choose_tiling(head, tile_bytes=tile_bytes, strategy=options.strategy)
@@ -182,7 +207,7 @@ def prepare(
         warnings.warn(
             f"`tile_bytes` ({format_bytes(tile_bytes)}) is below the smallest tile for this head; "
             f"it takes {format_bytes(tiling.workspace_bytes(head))}.",
-            stacklevel=3,
+            stacklevel=4,
         )
     num_valid = count_valid(
         classes, ignore_index=options.ignore_index, vocab_size=len(weight), num_valid=options.num_valid

@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from planish.peaks.vocab.blocked import GradientsInForward, Objective, Recompute, statistics
+from planish.peaks.vocab import compiled
+from planish.peaks.vocab.blocked import STATISTICS, GradientsInForward, Objective, Recompute, statistics
 from planish.peaks.vocab.inputs import LogitsDtype, Options, Prepared, Strategy, prepare
 
 Statistic = Literal["nll", "lse", "entropy", "argmax"]
@@ -92,7 +93,11 @@ def linear_logprob(  # noqa: PLR0913
         strategy="recompute",
         num_valid=num_valid,
     )
-    found = _each_token(prepare(hidden, weight, target, bias, options, wanted=frozenset(want) - {"nll"}))
+    wanted = frozenset(want) - {"nll"}
+    if torch.compiler.is_compiling():
+        found = compiled.each_token(hidden, weight, target, bias, options, wanted=wanted)
+    else:
+        found = _each_token(prepare(hidden, weight, target, bias, options, wanted=wanted))
     return LogProb(*(found[name].reshape(target.shape) if name in want else None for name in LogProb._fields))
 
 
@@ -169,19 +174,21 @@ def linear_cross_entropy(  # noqa: PLR0913
         strategy="recompute" if reduction == "none" else strategy,
         num_valid=num_valid,
     )
-    prepared = prepare(hidden, weight, target, bias, options, wanted=objective.needs)
-    if prepared.task.tiling.strategy == "gradients-in-forward":
-        with torch.autocast(hidden.device.type, enabled=False):
-            total = GradientsInForward.apply(*prepared, objective)
+    if torch.compiler.is_compiling():
+        found = compiled.each_token(hidden, weight, target, bias, options, wanted=objective.needs)
+        num_valid = (target != ignore_index).sum().clamp(min=1)
     else:
+        prepared = prepare(hidden, weight, target, bias, options, wanted=objective.needs)
+        num_valid = max(1, prepared.task.num_valid)
+        if prepared.task.tiling.keeps_tiles:
+            with torch.autocast(hidden.device.type, enabled=False):
+                total = GradientsInForward.apply(*prepared, objective)
+            return _reduce(total, reduction, num_valid if divisor is None else divisor)
         found = _each_token(prepared)
-        losses = objective.loss(found["nll"], found["lse"], found["mean"])
-        if reduction == "none":
-            return losses.reshape(target.shape)
-        total = losses.sum()
-    if reduction == "sum":
-        return total
-    return total / (max(1, prepared.task.num_valid) if divisor is None else divisor)
+    losses = objective.loss(found["nll"], found["lse"], found["mean"])
+    if reduction == "none":
+        return losses.reshape(target.shape)
+    return _reduce(losses.sum(), reduction, num_valid if divisor is None else divisor)
 
 
 class LinearCrossEntropy(torch.nn.Module):
@@ -282,10 +289,13 @@ def _objective(
     return Objective(label_smoothing=label_smoothing, z_loss=z_loss)
 
 
+def _reduce(total: Tensor, reduction: str, divisor: float | Tensor) -> Tensor:
+    return total if reduction == "sum" else total / divisor
+
+
 def _each_token(prepared: Prepared) -> dict[str, Tensor | None]:
     """Return the statistics of each token by name, None where not wanted; differentiable if a gradient is."""
-    names = ("nll", "lse", "entropy", "mean", "argmax")
     with torch.autocast(prepared.hidden.device.type, enabled=False):
         if prepared.task.head.grads:
-            return dict(zip(names, Recompute.apply(*prepared), strict=True))
-        return dict.fromkeys(names) | statistics(*prepared)
+            return dict(zip(STATISTICS, Recompute.apply(*prepared), strict=True))
+        return dict.fromkeys(STATISTICS) | statistics(*prepared)

@@ -26,7 +26,7 @@ def logprob(y: Tensor, target: Tensor, *, ignore_index: int = -100) -> dict[str,
     lse = torch.logsumexp(y, -1)
     nll = lse - y.gather(-1, target.where(valid, 0).long().unsqueeze(-1)).squeeze(-1)
     p = torch.softmax(y, -1)
-    entropy = -torch.xlogy(p, p).sum(-1)
+    entropy = lse - (p * y.masked_fill(y == -torch.inf, 0.0)).sum(-1)
     kept = {"nll": nll, "lse": lse, "entropy": entropy}
     kept = {name: value.where(valid, 0.0) for name, value in kept.items()}
     return {**kept, "argmax": y.argmax(-1).where(valid, -1)}

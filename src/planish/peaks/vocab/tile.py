@@ -41,20 +41,20 @@ class Workspace:
     block_entropy: Tensor | None = None
     block_argmax: Tensor | None = None
     part: Tensor | None = None
-    ones: Tensor | None = None
+    narrow: Tensor | None = None
+    column_sums: Tensor | None = None
     row_grads: Tensor | None = None
     column_grads: Tensor | None = None
 
     @classmethod
     def allocate(cls, buffers: Buffers, device: torch.device) -> Self:
-        """Return tensors for `buffers`; only `ones` is filled."""
-        made = {
-            name: torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            for name, (shape, dtype) in buffers.items()
-        }
-        if "ones" in made:
-            made["ones"].fill_(1.0)
-        return cls(**made)
+        """Return tensors for `buffers`, not filled."""
+        return cls(
+            **{
+                name: torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+                for name, (shape, dtype) in buffers.items()
+            }
+        )
 
 
 def strips(tile: Tensor, strip: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -77,8 +77,15 @@ def fill(
     softcap: float | None,
 ) -> None:
     """Fill `tile` with softcap(logit_scale * (rows @ weight^T + bias)); `strip` is scratch."""
-    start, beta = (tile, 0.0) if bias is None else (bias, logit_scale)
-    torch.addmm(start, rows, weight.t(), beta=beta, alpha=logit_scale, out=tile)
+    if tile.dtype == rows.dtype:
+        start, beta = (tile, 0.0) if bias is None else (bias, logit_scale)
+        torch.addmm(start, rows, weight.t(), beta=beta, alpha=logit_scale, out=tile)
+    else:
+        _multiply(rows, weight.t(), out=tile)
+        if bias is not None:
+            tile.add_(bias)
+        if logit_scale != 1.0:
+            tile.mul_(logit_scale)
     if softcap is not None:
         for span, wide in strips(tile, strip):
             tile[span].copy_(wide.copy_(tile[span]).div_(softcap).tanh_().mul_(softcap))
@@ -193,9 +200,16 @@ def differentiate(
         if softcap is not None:
             grad.mul_(_spare(work, y).div_(softcap).square_().neg_().add_(1.0))
         if bias_grad is not None:
-            bias_grad.addmv_(grad.t(), work.ones[: len(grad)])
+            bias_grad.add_(torch.sum(grad, 0, out=work.column_sums[: len(bias_grad)]))
         if not in_place:
             y.copy_(grad)
+    if work.narrow is not None:
+        narrowed(work, tile).copy_(tile)
+
+
+def narrowed(work: Workspace, tile: Tensor) -> Tensor:
+    """Return the derivative that `tile` was last overwritten by, in the compute dtype."""
+    return tile if work.narrow is None else work.narrow.view(-1)[: tile.numel()].view(tile.shape)
 
 
 def _weigh(work: Workspace, p: Tensor, y: Tensor, slopes: Slopes, span: slice) -> None:
@@ -215,15 +229,22 @@ def _spare(work: Workspace, y: Tensor) -> Tensor:
 
 
 def accumulate(work: Workspace, total: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
-    """Add a @ b to `total`, or set it when `fresh`; a total wider than the compute dtype is summed in its own."""
+    """Add a @ b to `total`, or set it when `fresh`; a total wider than the factors is summed in its own dtype."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, beta=0.0 if fresh else 1.0, out=total)
         return
     step = len(work.part)
     for start in range(0, len(total), step):
         stop = min(len(total), start + step)
-        part = torch.mm(a[start:stop], b, out=work.part[: stop - start])
+        part = _multiply(a[start:stop], b, out=work.part[: stop - start])
         if fresh:
             total[start:stop].copy_(part)
-        else:
-            total[start:stop].add_(work.strip[: part.numel()].view(part.shape).copy_(part))
+            continue
+        if part.dtype != total.dtype:
+            part = work.strip[: part.numel()].view(part.shape).copy_(part)
+        total[start:stop].add_(part)
+
+
+def _multiply(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """Write a @ b to `out`, unrounded where that is wider than the factors, which a CPU cannot do."""
+    return torch.mm(a, b, out=out) if out.dtype == a.dtype else torch.mm(a, b, out_dtype=out.dtype, out=out)

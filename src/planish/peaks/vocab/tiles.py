@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from planish.peaks.vocab.task import Task
-from planish.peaks.vocab.tile import Slopes, Workspace, accumulate, combine, differentiate, fill, fold, pick
+from planish.peaks.vocab.tile import Slopes, Workspace, accumulate, combine, differentiate, fill, fold, narrowed, pick
 from planish.price.vocab import ROW_STEP, Pass, round_up
 
 
@@ -36,7 +36,7 @@ class Tiles:
             work=work,
             hidden=hidden,
             weight=weight,
-            bias=None if bias is None else bias.to(work.tile.dtype),
+            bias=None if bias is None else bias.to(work.rows.dtype),
             target=target,
         )
 
@@ -82,18 +82,18 @@ class Tiles:
     def derive(
         self, tile: Tensor, group: slice, columns: slice, lse: Tensor, slopes: Slopes, d_bias: Tensor | None
     ) -> None:
-        """Overwrite a tile of logits by the derivative of the loss, and add its sum over the rows to `d_bias`."""
+        """Overwrite a tile of logits by the derivative of the loss, for the two below; add its sum to `d_bias`."""
         local = self.local_target(group, columns)
         bias_grad = None if d_bias is None else d_bias[columns]
         differentiate(self.work, tile, lse, local, slopes, softcap=self.task.softcap, bias_grad=bias_grad)
 
     def add_weight_grad(self, total: Tensor, tile: Tensor, rows: Tensor, *, fresh: bool) -> None:
         """Add the share of a tile of derivatives to its columns' gradient of the weight, or set it when `fresh`."""
-        accumulate(self.work, total, tile.t(), rows[: len(tile)], fresh=fresh)
+        accumulate(self.work, total, narrowed(self.work, tile).t(), rows[: len(tile)], fresh=fresh)
 
     def add_hidden_grad(self, total: Tensor, tile: Tensor, columns: slice) -> None:
         """Add the share of a tile of derivatives to its rows' gradient of hidden; that of the first tile is set."""
-        accumulate(self.work, total, tile, self._weight(columns), fresh=columns.start == 0)
+        accumulate(self.work, total, narrowed(self.work, tile), self._weight(columns), fresh=columns.start == 0)
 
     def _weight(self, columns: slice) -> Tensor:
         """Return rows of the weight in the compute dtype."""

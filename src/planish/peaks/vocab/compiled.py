@@ -1,0 +1,131 @@
+"""The head as operators that `torch.compile` takes whole; always by recomputation, which keeps nothing but the lse."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planish.peaks.vocab.blocked import STATISTICS, Sweep, Upstream, statistics
+from planish.peaks.vocab.inputs import Options, Prepared, check, compute_dtype, lay_out
+from planish.peaks.vocab.tiles import Tiles
+
+
+def each_token(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options, *, wanted: frozenset[str]
+) -> dict[str, Tensor | None]:
+    """Return the statistics of each token by name, [T], None where not wanted, from one operator of the graph."""
+    if options.strategy == "gradients-in-forward":
+        raise ValueError(
+            '`strategy` "gradients-in-forward" cannot be traced by `torch.compile`; use "recompute" or "auto".'
+        )
+    check(hidden, weight, target, bias)
+    compute = compute_dtype(hidden, weight, logits_dtype=options.logits_dtype)
+    names = " ".join(sorted(wanted | {"lse"}))
+    how = (compute, options.ignore_index, options.logit_scale, options.softcap, options.tile_bytes, names)
+    found = head_statistics(hidden, weight, bias, target, *how)
+    return {name: each if name in {"nll", *wanted} else None for name, each in zip(STATISTICS, found, strict=True)}
+
+
+@torch.library.custom_op("planish::head_statistics", mutates_args=())
+def head_statistics(  # noqa: PLR0913
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    compute: torch.dtype,
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float | None,
+    tile_bytes: int | None,
+    names: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return nll, lse, entropy, mean logit and argmax, [T] each; empty where not among `names`."""
+    how = (compute, ignore_index, logit_scale, softcap, tile_bytes, names)
+    found = statistics(*_prepared(hidden, weight, bias, target, how, grads=frozenset()))
+    return tuple(found[name] if name in found else _empty(hidden, compute, name, 0) for name in STATISTICS)
+
+
+@head_statistics.register_fake
+def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *how: Any) -> tuple[Tensor, ...]:  # noqa: ARG001
+    names = {"nll", *how[-1].split()}
+    return tuple(_empty(hidden, how[0], name, target.numel() if name in names else 0) for name in STATISTICS)
+
+
+def _empty(hidden: Tensor, compute: torch.dtype, name: str, count: int) -> Tensor:
+    """Return room for a statistic of `count` tokens."""
+    wide = torch.float64 if compute == torch.float64 else torch.float32
+    return hidden.new_empty(count, dtype=torch.int64 if name == "argmax" else wide)
+
+
+@torch.library.custom_op("planish::head_gradients", mutates_args=())
+def head_gradients(  # noqa: PLR0913
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    entropy: Tensor | None,
+    upstream: list[Tensor | None],
+    compute: torch.dtype,
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float | None,
+    tile_bytes: int | None,
+    names: str,
+    wanted: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of hidden, weight and bias under per-token upstreams; empty where not `wanted`."""
+    how = (compute, ignore_index, logit_scale, softcap, tile_bytes, names)
+    prepared = _prepared(hidden, weight, bias, target, how, grads=frozenset(wanted.split()))
+    tiles = Tiles.prepare("gradients", *prepared)
+    grads = Sweep(tiles=tiles, lse=lse, entropy=entropy, upstream=Upstream(*upstream)).run()
+    d_hidden = None if grads.hidden is None else grads.hidden.reshape(hidden.shape)
+    d_bias = None if grads.bias is None else grads.bias.to(bias.dtype)
+    return tuple(hidden.new_empty(0) if each is None else each for each in (d_hidden, grads.weight, d_bias))
+
+
+@head_gradients.register_fake
+def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    wanted = rest[-1].split()
+    given = {"hidden": hidden, "weight": weight, "bias": bias}
+    return tuple(torch.empty_like(each) if name in wanted else hidden.new_empty(0) for name, each in given.items())
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keep what the gradients are made of."""
+    hidden, weight, bias, target, *ctx.how = inputs
+    _, lse, entropy, _, argmax = output
+    ctx.has_entropy = "entropy" in ctx.how[-1].split()
+    ctx.mark_non_differentiable(argmax)
+    ctx.save_for_backward(hidden, weight, bias, target, lse, entropy)
+
+
+def _derive(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the operands of `head_statistics`."""
+    hidden, weight, bias, target, lse, entropy = ctx.saved_tensors
+    names = {"nll", *ctx.how[-1].split()}
+    given = [each if name in names else None for name, each in zip(STATISTICS[:4], upstream, strict=False)]
+    wanted = [name for name, need in zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False) if need]
+    grads = head_gradients(
+        hidden, weight, bias, target, lse, entropy if ctx.has_entropy else None, given, *ctx.how, " ".join(wanted)
+    )
+    ready = [each if need else None for each, need in zip(grads, ctx.needs_input_grad, strict=False)]
+    return (*ready, *[None] * (1 + len(ctx.how)))
+
+
+head_statistics.register_autograd(_derive, setup_context=_keep)
+
+
+def _prepared(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, how: tuple[Any, ...], *, grads: frozenset[str]
+) -> Prepared:
+    compute, ignore_index, logit_scale, softcap, tile_bytes, names = how
+    options = Options(
+        ignore_index=ignore_index,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        tile_bytes=tile_bytes,
+        strategy="recompute",
+    )
+    wanted = frozenset(names.split())
+    return lay_out(hidden, weight, target, bias, options, compute=compute, wanted=wanted, grads=grads)
