@@ -182,7 +182,7 @@ def test_a_shorter_context_is_named_when_it_would_fit(train, model_folder):
     assert code == 3
     longest = int(error.split("`data.context = ")[1].split("`")[0])
     assert train("--memory", "10MiB", "--data.context", longest, "--train.steps", 1, model=folder)[0] == 0
-    assert train("--memory", "10MiB", "--data.context", 2 * longest, "--overwrite", model=folder)[0] == 3
+    assert train("--memory", "10MiB", "--data.context", longest + 512, "--overwrite", model=folder)[0] == 3
 
 
 def test_a_budget_broken_while_running_stops_with_the_table_in_the_folder(train, tmp_path, monkeypatch):
