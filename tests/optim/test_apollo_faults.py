@@ -34,6 +34,14 @@ def walk(optimizer, param, steps, spoil=None):
     return moved
 
 
+def test_1_a_projection_of_fp16_gradients_does_not_overflow():
+    param = weight(16, 24, dtype=torch.float16)
+    optimizer = Apollo([param], lr=1e-2, proj_rank=16)
+    param.grad = torch.full((16, 24), 3e4, dtype=torch.float16)
+    optimizer.step()
+    assert all(tensor.isfinite().all() for tensor in optimizer.state[param].values())
+
+
 @pytest.mark.parametrize("options", [MINI, CHANNEL])
 @pytest.mark.parametrize("value", [0.0, 1e-30, 3e17, math.nan, math.inf])
 def test_1_zero_or_non_finite_gradient_traps_nothing(value, options):

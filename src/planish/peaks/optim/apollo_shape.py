@@ -11,7 +11,7 @@ CPU_BLOCK = 2**18
 """Elements at work at a time on a CPU: what stays in a core's cache."""
 
 NARROW_PRODUCT_RANK = 8
-"""From this rank on, arithmetic takes the time, and gradients narrower than fp32 are projected in their own dtype."""
+"""From this rank on, arithmetic takes the time, and bf16 gradients are projected in bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ def workspace_bytes(
         matrices: The projected parameters.
         proj_rank: Of all of them.
         by_channel: Factors are by channel.
-        narrow_grad: Gradients have 2 bytes an element.
+        narrow_grad: Gradients are bf16.
         narrow_weight: Weights have, too, and no master.
     """
     every = list(matrices)

@@ -59,8 +59,8 @@ def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], options: Apoll
     key = ProjectionKey(
         kind=options.projection, proj_rank=options.proj_rank, dim=matrix.dim, seed=options.seed, epoch=epoch
     )
-    whole_product = options.proj_rank >= NARROW_PRODUCT_RANK
-    projection = work.projection(key, grad.device, grad.dtype if whole_product else state["exp_avg"].dtype)
+    narrow = grad.dtype == torch.bfloat16 and options.proj_rank >= NARROW_PRODUCT_RANK  # fp16 sums might overflow
+    projection = work.projection(key, grad.device, grad.dtype if narrow else state["exp_avg"].dtype)
     tensors = {name: each for name, each in state.items() if name != "step"} | {"grad": grad}
     if isinstance(param, Int8Weight):
         part = {name: each if each.ndim == 3 else each.unsqueeze(0) for name, each in tensors.items()}
