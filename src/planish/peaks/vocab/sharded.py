@@ -132,8 +132,9 @@ def s_pass(
             row = _scan(head, tiles, group, rows)
             for values, name in zip(found, names, strict=True):
                 values[group] = row[name]
+            del row
             if total is not None:
-                _add_product(tiles, total, group, rows, row["lse"])
+                _add_product(tiles, total, group, rows, found[0, group])
         if total is not None and head.objective.label_smoothing:
             uniform = _uniform(tiles, found[0], total.shape[1])
     return Scan(tokens=tokens, statistics=found, product=total, uniform=uniform)
@@ -178,7 +179,7 @@ def rescale(head: ShardedHead, scan: Scan, whole: TokenStatistics, upstream: Ten
     share, shard = scan.product, head.shard
     if share is None:
         raise ValueError("`scan` has no product; call `s_pass` with product=True.")
-    if not len(shard.weight):
+    if not len(shard.weight) or not len(share):
         return share
     slopes = _slopes(head, whole.lse, _factor(head, whole, upstream))
     share.mul_(torch.sub(scan.statistics[0], whole.lse).exp_().mul_(slopes.softmax).unsqueeze(1))
