@@ -4,7 +4,8 @@
 reduced over ranks, so that the buffers it takes on one device are not needed: heads here ask for the weight's alone.
 
 `sharded` allocates exactly what is listed here, so these numbers are what a ledger measures. T are the tokens of a
-microbatch, N those that are not ignored, V_d the rows of the shard; small tensors are per row of one row group.
+microbatch, N those that are not ignored, V_d the rows of the shard; small tensors are per row of one row group. Left
+out: a bias in another dtype than the products', which is cast whole, V_d numbers.
 """
 
 from dataclasses import dataclass, replace

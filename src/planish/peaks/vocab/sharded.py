@@ -17,7 +17,7 @@ only ever meet as lse_d = max + log(sum), so that is sent: 8 bytes a token, not 
 weighs exp(-inf) = 0, so that no rank is special.
 
 [Note: valid tokens] Every rank knows the targets. What is made here, sent and reduced has a row for each of the N
-tokens that are not ignored, in order, and none for the others; `Rows.dense` puts the gradient back to all T tokens.
+tokens that are not ignored, in order, and none for the others; `to_tokens` spreads the reduced gradient again.
 
 [Note: no store of G W] The paper keeps a second [N, D] from S to the barrier, the targets' rows of W. They are read
 after the barrier instead, some at a time: W does not change between.
@@ -145,7 +145,8 @@ def combine_shards(gathered: Tensor, names: tuple[str, ...]) -> TokenStatistics:
 
     lse = log sum_d exp(lse_d); target logits and means add up; the largest of the maxima is the maximum.
 
-    Memory: 4 bytes a valid token for each statistic, 8 for argmax; the gathered p x K x N x 4 may be freed.
+    Memory: 4 bytes a valid token for each statistic, 8 for argmax, and p x N x 4 for a moment; the gathered
+        p x K x N x 4 may be freed then.
     Communication: none; every rank computes the same from the same numbers, so all know the same bits of every loss.
     Exactness: for one shard the statistics are its own, bit for bit.
     """
