@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from planish.cli.main import main
 from planish.train import session
-from planish.train.dry_run import dry_run
+from planish.train.predict import predict
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_a_shorter_context_is_named_when_it_would_fit(train, model_folder):
 
 
 def test_a_budget_broken_while_running_stops_with_the_table_in_the_folder(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "check_fit", dry_run)
+    monkeypatch.setattr(session, "check_fit", predict)
     code, error = train("--memory", "400KiB")
     assert code == 4
     assert "over the budget" in error

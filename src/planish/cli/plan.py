@@ -1,77 +1,226 @@
 """`planish plan run.toml`: will it fit, before anything is loaded."""
 
+import contextlib
+import io
 import json
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from rich.console import Console
+from rich.table import Table
 
 from planish.cli.options import parse
 from planish.cli.train import read_run
-from planish.errors import DoesNotFit, PlanishError
+from planish.decode import encode
+from planish.errors import PlanishError, UsageError, VerificationFailed
+from planish.methods import Plan
+from planish.plan.choose import Choice, choose
+from planish.plan.estimate import Estimate
+from planish.price.config import read_config
 from planish.runfile import RunFile
+from planish.train.fit import context_that_fits, misfit, smallest_budget
+from planish.train.predict import Prediction, Say, by_dry_run, config_tree, predict, with_plan
 from planish.units import format_bytes
+
+_TOLERANCE = 0.005
+_WIDTH = 110
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Show what a run will hold in each phase, from its very step on tensors without data; exit 3: does not fit."""
+    """Show what a run will hold in each phase, priced without loading anything; exit 3: it does not fit."""
 
     run: Annotated[Path | None, tyro.conf.Positional] = None
     """Run file (TOML), or a run folder."""
     json: bool = False
-    """Print one JSON object and nothing else."""
+    """Print one JSON object and nothing else, on either stream."""
+    prove: bool = False
+    """Run the very step on tensors without data too, and compare: exit 6 where a phase differs by more than 0.5 %."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What there is to say about a run.
+
+    Attributes:
+        run: Every setting.
+        prediction: What it will hold.
+        plain: What it would hold if nothing were bounded; None where that cannot be said.
+        choice: The least bounded plan that fits, where there is a budget to fit.
+        longest: The longest context that fits the budget.
+        proof: What the dry run says.
+        notes: What was assumed.
+    """
+
+    run: RunFile
+    prediction: Prediction
+    plain: Estimate | None
+    choice: Choice | None
+    longest: int | None
+    proof: Estimate | None
+    notes: tuple[str, ...]
+
+    @property
+    def differences(self) -> dict[str, float]:
+        """By how much of itself each phase of the dry run differs from its price."""
+        proof = {} if self.proof is None else self.proof.phases
+        priced = self.prediction.estimate.phases
+        return {phase: priced[phase].peak_bytes / each.peak_bytes - 1 for phase, each in proof.items()}
 
 
 def main(words: list[str]) -> int:
     """Run the verb."""
-    options, settings = parse(Options, words, verb="plan")
-    if not options.json:
-        return _show(read_run(options.run, settings))
-    try:
-        tree = _answer(read_run(options.run, settings))
-        code = 0 if tree["fits"] else DoesNotFit.exit_code
-    except PlanishError as error:
-        tree, code = {"error": str(error)}, error.exit_code
-    sys.stdout.write(json.dumps(tree) + "\n")
+    if "--json" not in words:
+        options, settings = parse(Options, words, verb="plan")
+        return _show(_answer(options, settings, say=lambda sentence: sys.stderr.write(f"planish: {sentence}\n")))
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.redirect_stdout(io.StringIO()):
+        try:
+            options, settings = parse(Options, words, verb="plan")
+            answer = _answer(options, settings, say=lambda _: None)
+            error = _error(answer)
+            tree = _to_tree(answer) | ({} if error is None else {"error": str(error)})
+        except PlanishError as refused:
+            tree, error = {"error": str(refused)}, refused
+        except SystemExit:
+            error = UsageError(" ".join(stderr.getvalue().split()) or "the options cannot be read.")
+            tree = {"error": str(error)}
+    code = 0 if error is None else error.exit_code
+    sys.stdout.write(json.dumps(tree | {"exit_code": code}) + "\n")
     return code
 
 
-def _answer(run: RunFile) -> dict[str, Any]:
-    """Return the answer as plain data."""
-    from planish.train.dry_run import dry_run
-    from planish.train.fit import to_tree
+def _answer(options: Options, settings: list[tuple[str, Any]], say: Say) -> Answer:
+    if options.run is None and not any(name == "data.train" for name, _ in settings):
+        settings = [("data.train", "builtin:english"), *settings]  # what is trained on weighs nothing
+    run = read_run(options.run, settings)
+    budget_bytes = run.memory.budget
+    prediction = predict(run, say)
 
-    tree = to_tree(dry_run(run), run.memory.budget)
-    return tree | {"fits": run.memory.budget is None or tree["peak_bytes"] <= run.memory.budget}
+    def peak(plan: Plan) -> Estimate:
+        return predict(with_plan(run, plan), say).estimate
+
+    choice = None
+    if budget_bytes is not None:
+        named = _named(options.run, settings)
+        choice = choose(lambda plan: peak(plan).peak_bytes, run.plan, named=named, budget_bytes=budget_bytes)
+    return Answer(
+        run=run,
+        prediction=prediction,
+        plain=peak(Plan.plain()),
+        choice=choice,
+        longest=None if budget_bytes is None else context_that_fits(run, prediction, budget_bytes),
+        proof=by_dry_run(run) if options.prove else None,
+        notes=_notes(run),
+    )
 
 
-def _show(run: RunFile) -> int:
-    from planish.memory.book import CATEGORIES
-    from planish.train.dry_run import dry_run
-    from planish.train.fit import misfit, smallest_budget
+def _named(path: Path | None, settings: list[tuple[str, Any]]) -> frozenset[str]:
+    """Return the peaks whose method the user has named."""
+    file = None if path is None else path / "run.toml" if path.is_dir() else path
+    tree = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8")).get("plan", {})
+    return frozenset(tree) | {name.split(".")[1] for name, _ in settings if name.startswith("plan.")}
 
-    dry = dry_run(run)
-    used = [name for name in CATEGORIES if any(peak.categories.get(name) for peak in dry.phases.values())]
-    peaks = dry.phases.values()
-    rows: list[tuple[str, list[str]]] = [
-        ("GiB", list(dry.phases)),
-        *((name, [_gib(peak.categories.get(name, 0)) for peak in peaks]) for name in used),
-        ("peak", [_gib(peak.peak_bytes) for peak in peaks]),
-    ]
-    out = "".join(f"{name:<19}" + "".join(f"{cell:>11}" for cell in cells) + "\n" for name, cells in rows)
-    out += f"\npeak {format_bytes(dry.peak_bytes)} in {dry.peak_phase}, held by\n"
-    for held in dry.phases[dry.peak_phase].owners[:8]:
-        out += f"  {held.owner:<40} {format_bytes(held.total_bytes):>10}  {held.count} x {held.shape} {held.dtype}\n"
-    out += f'\nsmallest budget that would do: memory.budget = "{smallest_budget(dry)}"\n\n{run.plan.to_toml()}'
-    sys.stdout.write(out)
-    sys.stdout.flush()
-    error = misfit(run, dry)
+
+def _notes(run: RunFile) -> tuple[str, ...]:
+    tree = config_tree(run.model)
+    if tree is None:
+        return ()
+    shape, context = read_config(tree), run.data.context
+    beyond = shape.max_positions is not None and context > shape.max_positions and run.model.rope is None
+    if beyond and not run.model.extend_positions:
+        return (f"the model has {shape.max_positions:,} positions: taken as if `model.extend_positions` were set.",)
+    return ()
+
+
+def _error(answer: Answer) -> PlanishError | None:
+    """Return why the exit code is not 0."""
+    off = {phase: share for phase, share in answer.differences.items() if abs(share) > _TOLERANCE}
+    if off:
+        phase = max(off, key=lambda each: abs(off[each]))
+        return VerificationFailed(f"{phase} is priced {off[phase]:+.2%} away from the dry run, more than 0.5 %.")
+    return misfit(answer.run, answer.prediction)
+
+
+def _to_tree(answer: Answer) -> dict[str, Any]:
+    run, found = answer.run, answer.prediction.estimate
+    budget_bytes = run.memory.budget
+    tree = found.to_dict() | {
+        "budget_bytes": budget_bytes,
+        "fits": budget_bytes is None or found.peak_bytes <= budget_bytes,
+        "smallest_budget": smallest_budget(found),
+        "longest_context": answer.longest,
+        "source": "table" if answer.prediction.table is not None else "dry run",
+        "plan": encode(run.plan),
+        "assumed": list(answer.notes),
+    }
+    if answer.plain is not None:
+        tree["plain"] = {"peak_bytes": answer.plain.peak_bytes, "peak_phase": answer.plain.peak_phase}
+    if answer.choice is not None:
+        choice = answer.choice
+        tree["choice"] = {
+            "plan": encode(choice.plan),
+            "peak_bytes": choice.peak_bytes,
+            "reasons": list(choice.reasons),
+        }
+    if answer.proof is not None:
+        tree["proof"] = answer.proof.to_dict() | {"differences": answer.differences}
+    return tree
+
+
+def _show(answer: Answer) -> int:
+    run, found = answer.run, answer.prediction.estimate
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console.print(_table(answer))
+    console.print(
+        f"peak {format_bytes(found.peak_bytes)} in {found.peak_phase}, {found.phases[found.peak_phase].where}"
+    )
+    console.print(f"held by {found.owners}")
+    for sentence in (*answer.notes, *_verdict(answer)):
+        console.print(sentence)
+    plan = run.plan if answer.choice is None else answer.choice.plan
+    console.print(f"\n{plan.to_toml()}", markup=False, end="")
+    error = _error(answer)
     if error is not None:
         raise error
     return 0
+
+
+def _verdict(answer: Answer) -> list[str]:
+    run, found, plain = answer.run, answer.prediction.estimate, answer.plain
+    said = []
+    if plain is not None:
+        said.append(f"with nothing bounded it would be {format_bytes(plain.peak_bytes)} in {plain.peak_phase}")
+    if run.memory.budget is None:
+        return [*said, f'smallest budget that would do: memory.budget = "{smallest_budget(found)}"']
+    if found.peak_bytes <= run.memory.budget:
+        left = format_bytes(run.memory.budget - found.peak_bytes)
+        said.append(f"fits {format_bytes(run.memory.budget)} with {left} to spare")
+        if answer.longest is not None:
+            said.append(f"the longest context that would fit: {answer.longest:,} tokens")
+    return [*said, *(answer.choice.reasons if answer.choice else ())]
+
+
+def _table(answer: Answer) -> Table:
+    """Return phases x categories, and the dry run beside the prices."""
+    phases = answer.prediction.estimate.phases
+    categories = dict.fromkeys(name for each in phases.values() for name in each.categories)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("GiB")
+    for phase in phases:
+        table.add_column(phase, justify="right")
+    for name in categories:
+        table.add_row(name, *(_gib(each.categories.get(name, 0)) for each in phases.values()))
+    table.add_row("peak", *(_gib(each.peak_bytes) for each in phases.values()))
+    if answer.proof is not None:
+        proof = answer.proof.phases
+        table.add_row("dry run", *(_gib(proof[phase].peak_bytes) if phase in proof else "-" for phase in phases))
+        shares = answer.differences
+        table.add_row("difference", *(f"{shares[phase]:+.3%}" if phase in shares else "-" for phase in phases))
+    return table
 
 
 def _gib(nbytes: int) -> str:

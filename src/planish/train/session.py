@@ -58,7 +58,7 @@ def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMete
     Raises:
         PlanishError: Each of its kinds, as its exit code says; the last checkpoint is intact.
     """
-    predicted = None if run.memory.budget is None else check_fit(run)
+    predicted = check_fit(run, view.note)
     ledger = Ledger(budget_bytes=run.memory.budget, on_exceed=run.memory.on_exceed)
     with ExitStack() as scope:
         stop = scope.enter_context(StopSignal())
@@ -68,7 +68,8 @@ def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMete
         first_step = _resume(job, folder, view) if folder.resume else 1
         folder.begin(run_toml=run.to_toml(), plan_toml=run.plan.to_toml(), step=first_step - 1)
         if predicted is not None:
-            write_atomically(folder.path / "plan.json", json.dumps(to_tree(predicted, run.memory.budget)))
+            tree = to_tree(predicted, run.memory.budget) | {"baseline_bytes": meter.baseline_bytes}
+            write_atomically(folder.path / "plan.json", json.dumps(tree))
         records = scope.enter_context(_Records(folder, job, view, meter))
         records.memory_line(first_step - 1)
         view.begin(job, first_step, meter.baseline_bytes)

@@ -1,0 +1,121 @@
+"""What a run will hold: the peak of every phase with those who hold it, and the longest context that would fit."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from planish.methods import Plan
+from planish.price.head import head_bytes
+from planish.price.step import Moment, Sizes, moments
+from planish.price.table import LayerTable
+from planish.shapes import BatchShape
+from planish.units import format_bytes
+
+_PHASES = ("init", "forward", "head", "backward", "optimizer", "eval", "save", "resume")
+_SHOWN = 4
+_LONGEST = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePrice:
+    """The worst moment of one phase.
+
+    Attributes:
+        peak_bytes: Bytes alive then.
+        categories: Those bytes by category.
+        where: What is at work then, in words.
+    """
+
+    peak_bytes: int
+    categories: Sizes
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a run will hold, phase by phase."""
+
+    phases: dict[str, PhasePrice]
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase of the run's peak."""
+        return max(self.phases, key=lambda phase: self.phases[phase].peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The run's peak."""
+        return self.phases[self.peak_phase].peak_bytes
+
+    @property
+    def owners(self) -> str:
+        """Who holds the peak: the largest categories with their bytes."""
+        sizes = sorted(self.phases[self.peak_phase].categories.items(), key=lambda item: -item[1])
+        return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes[:_SHOWN])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the estimate as plain data."""
+        return {
+            "peak_bytes": self.peak_bytes,
+            "peak_phase": self.peak_phase,
+            "phases": {
+                phase: {"peak_bytes": price.peak_bytes, "categories": price.categories, "where": price.where}
+                for phase, price in self.phases.items()
+            },
+        }
+
+
+def estimate(table: LayerTable, batch: BatchShape, plan: Plan, *, master: bool) -> Estimate:
+    """Return the peaks of a run on `batch`.
+
+    Exactness: equal to the ledger, to the byte but for a few scalars, where the model's table is the plan's; where
+        `batch` leaves documents and valid tokens open, for those that hold most, so never below a real batch.
+
+    Args:
+        table: The model's layers under the plan's attention, dispatch and boundary, in the run's dtype.
+        batch: One step's input.
+        plan: Names the head's method.
+        master: Whether the optimizer keeps fp32 masters of narrower parameters.
+    """
+    worst: dict[str, Moment] = {}
+    head = head_bytes(table.head, batch, plan.vocab)
+    for moment in moments(table, batch, head, master=master):
+        if moment.phase not in worst or moment.total_bytes > worst[moment.phase].total_bytes:
+            worst[moment.phase] = moment
+    return Estimate(
+        phases={
+            phase: PhasePrice(
+                peak_bytes=worst[phase].total_bytes,
+                categories={name: size for name, size in worst[phase].sizes.items() if size},
+                where=_where(worst[phase]),
+            )
+            for phase in _PHASES
+        }
+    )
+
+
+def _where(moment: Moment) -> str:
+    return moment.doing if moment.layer is None else f"{moment.doing} of layer {moment.layer}"
+
+
+def longest_context(table: LayerTable, batch: BatchShape, plan: Plan, *, master: bool, budget_bytes: int) -> int | None:
+    """Return the longest context whose peak is within the budget, rows and microbatches as they are; None: not one."""
+
+    def fits(context: int) -> bool:
+        longer = BatchShape(
+            rows=batch.rows,
+            context=context,
+            microbatches=batch.microbatches,
+            num_valid=None,
+            split=batch.split,
+        )
+        return estimate(table, longer, plan, master=master).peak_bytes <= budget_bytes
+
+    if not fits(1):
+        return None
+    low, high = 1, 2
+    while high < _LONGEST and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,304 @@
+"""What attention weighs while it runs: the allocations of its CPU kernels, replayed with sizes in place of tensors.
+
+The two functions follow `peaks.attention` line by line, and count from the moment attention is called.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from planish.price.tally import Tally
+from planish.shapes import AttentionShape, BatchShape
+
+_BLOCK_BYTES = 4 * 2**20
+_BLOCK_QUERIES = 128
+_WIDE = 4
+# Blocks or tiles that are replayed at either end of a long row of them; those between are like their neighbours.
+_EDGE = 3
+
+
+def forward_bytes(attention: AttentionShape, batch: BatchShape, itemsize: int) -> int:
+    """Return the most bytes that the forward pass adds, output and lse included."""
+    call = _Call(attention=attention, rows=batch.rows, context=batch.context, itemsize=itemsize)
+
+    def replay(tally: Tally, documents: list[_Document]) -> None:
+        (_tiled_forward if attention.softcapped else _flash_forward)(tally, call, documents)
+        if attention.sinks:
+            _fold_sinks(tally, call)
+
+    return _most(replay, batch)
+
+
+def backward_bytes(attention: AttentionShape, batch: BatchShape, itemsize: int) -> int:
+    """Return the most bytes that the backward pass adds, the gradients of query, key and value included."""
+    call = _Call(attention=attention, rows=batch.rows, context=batch.context, itemsize=itemsize)
+
+    def replay(tally: Tally, documents: list[_Document]) -> None:
+        if attention.sinks:
+            _sink_gradient(tally, call)
+        (_tiled_backward if attention.softcapped else _flash_backward)(tally, call, documents)
+
+    return _most(replay, batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Document:
+    """Documents of one length, one in each of `rows` rows, that the kernel may take at once."""
+
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """Queries of a document and the keys that they see; `lead` keys come before the first query's own."""
+
+    rows: int
+    queries: int
+    keys: int
+    lead: int
+    is_triangle: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """Sizes of one call, and of its tensors for `rows` rows and `queries` or `keys` tokens."""
+
+    attention: AttentionShape
+    rows: int
+    context: int
+    itemsize: int
+
+    @property
+    def width(self) -> int:
+        """Width at which the flash kernel works."""
+        return max(self.attention.qk_width, self.attention.v_width)
+
+    def query_bytes(self, rows: int, queries: int, width: int, itemsize: int) -> int:
+        return rows * queries * self.attention.num_heads * width * itemsize
+
+    def key_bytes(self, rows: int, keys: int, width: int, itemsize: int) -> int:
+        return rows * keys * self.attention.num_kv_heads * width * itemsize
+
+    def lse_bytes(self, rows: int, queries: int) -> int:
+        return self.query_bytes(rows, queries, 1, _WIDE)
+
+
+def _most(replay: Callable[[Tally, list[_Document]], None], batch: BatchShape) -> int:
+    """Return the largest peak over the ways to lay documents into the batch between which every other one lies."""
+    layouts = [[_Document(rows=batch.rows, tokens=batch.context)]]
+    if batch.split and batch.context > 1:
+        whole = [_Document(rows=1, tokens=batch.context)] * min(2, batch.rows - 1)
+        layouts.append([_Document(rows=1, tokens=1), _Document(rows=1, tokens=batch.context - 1), *whole])
+    peaks = []
+    for documents in layouts:
+        tally = Tally()
+        replay(tally, documents)
+        peaks.append(tally.peak_bytes)
+    return max(peaks)
+
+
+def _ends(starts: list[int], edge: int) -> list[int]:
+    return starts if len(starts) <= 2 * edge else [*starts[:edge], *starts[-edge:]]
+
+
+def _blocks(
+    document: _Document, *, window: int | None, queries: int, triangle_first: bool, edge: int = _EDGE
+) -> Iterator[_Block]:
+    """Yield the blocks of a document as `peaks.attention.documents.query_blocks` does, without most of the middle."""
+    tokens = document.tokens
+    reach = tokens if window is None else window
+    triangle = min(reach, tokens) if triangle_first else 0
+    starts = [*([0] if triangle else []), *range(triangle, tokens, queries)]
+    for start in _ends(starts, edge):
+        stop = triangle if start < triangle else min(tokens, start + queries)
+        first_key = max(0, start - reach + 1)
+        yield _Block(
+            rows=document.rows,
+            queries=stop - start,
+            keys=stop - first_key,
+            lead=start - first_key,
+            is_triangle=start < triangle,
+        )
+
+
+def _is_masked(queries: int, keys: int, lead: int, window: int | None) -> bool:
+    """Return whether any of these queries must not see one of these keys."""
+    return lead + 1 < keys or (window is not None and lead + queries > window)
+
+
+def _flash_blocks(call: _Call, documents: list[_Document]) -> list[_Block]:
+    window, context = call.attention.window, call.context
+    reach = min(window or context, context) + _BLOCK_QUERIES
+    queries = max(1, min(_BLOCK_QUERIES, _BLOCK_BYTES // (call.itemsize * reach)))
+    each = (_blocks(one, window=window, queries=queries, triangle_first=True) for one in documents)
+    return [block for blocks in each for block in blocks]
+
+
+def _hold_operands(tally: Tally, call: _Call, block: _Block, *, backward: bool) -> None:
+    """Allocate what the flash kernel is given beside the tensors themselves: zero-padded copies and a mask."""
+    attention, width, itemsize = call.attention, call.width, call.itemsize
+    if attention.qk_width < width:
+        tally.hold(query=call.query_bytes(block.rows, block.queries, width, itemsize))
+        tally.hold(key=call.key_bytes(block.rows, block.keys, width, itemsize))
+    if attention.v_width < width:
+        tally.hold(value=call.key_bytes(block.rows, block.keys, width, itemsize))
+        if backward:
+            padded = call.query_bytes(block.rows, block.queries, width, itemsize)
+            tally.hold(grad_out=padded, out_again=padded)
+    if not block.is_triangle and _is_masked(block.queries, block.keys, block.lead, attention.window):
+        cells = block.queries * block.keys
+        tally.spike(3 * cells)
+        tally.hold(cells=cells, mask=cells * itemsize)
+        tally.drop("cells")
+
+
+def _drop_operands(tally: Tally) -> None:
+    tally.drop("query", "key", "value", "grad_out", "out_again", "mask")
+
+
+def _flash_forward(tally: Tally, call: _Call, documents: list[_Document]) -> None:
+    blocks = _flash_blocks(call, documents)
+    out = call.query_bytes(call.rows, call.context, call.attention.v_width, call.itemsize)
+    if len(blocks) > 1:
+        tally.hold(out=out, lse=call.lse_bytes(call.rows, call.context))
+    for block in blocks:
+        _hold_operands(tally, call, block, backward=False)
+        tally.hold(part=call.query_bytes(block.rows, block.queries, call.width, call.itemsize))
+        tally.hold(part_lse=call.lse_bytes(block.rows, block.queries))
+        _drop_operands(tally)
+        if len(blocks) == 1 and call.attention.v_width < call.width:
+            tally.hold(out=out)
+        if len(blocks) > 1 or call.attention.v_width < call.width:
+            tally.drop("part")
+        if len(blocks) > 1:
+            tally.drop("part_lse")
+
+
+def _flash_backward(tally: Tally, call: _Call, documents: list[_Document]) -> None:
+    blocks = _flash_blocks(call, documents)
+    attention, rows, context, itemsize = call.attention, call.rows, call.context, call.itemsize
+    sum_size = itemsize if all(block.is_triangle for block in blocks) else _WIDE
+    widths = {"key_sum": attention.qk_width, "value_sum": attention.v_width}
+    if len(blocks) > 1:
+        tally.hold(grad_query=call.query_bytes(rows, context, attention.qk_width, itemsize))
+        tally.hold(**{name: call.key_bytes(rows, context, width, sum_size) for name, width in widths.items()})
+    for block in blocks:
+        _hold_operands(tally, call, block, backward=True)
+        keys = call.key_bytes(block.rows, block.keys, call.width, itemsize)
+        tally.hold(new_query=call.query_bytes(block.rows, block.queries, call.width, itemsize))
+        tally.hold(new_key=keys, new_value=keys)
+        _drop_operands(tally)
+        tally.rename(query_part="new_query", key_part="new_key", value_part="new_value")
+    if sum_size != itemsize:
+        tally.hold(**{f"{name}_cast": call.key_bytes(rows, context, width, itemsize) for name, width in widths.items()})
+
+
+def _tile_keys(call: _Call) -> int:
+    return max(1, _BLOCK_BYTES // (call.attention.num_heads * _BLOCK_QUERIES * _WIDE))
+
+
+def _tiles(block: _Block, call: _Call) -> Iterator[tuple[int, bool]]:
+    """Yield the keys of each tile of a block, and whether it is masked; not most of the middle ones."""
+    step = _tile_keys(call)
+    for start in _ends(list(range(0, block.keys, step)), _EDGE):
+        keys = min(step, block.keys - start)
+        yield keys, _is_masked(block.queries, keys, block.lead - start, call.attention.window)
+
+
+def _tiled_blocks(call: _Call, documents: list[_Document]) -> Iterator[_Block]:
+    two_tiles = _EDGE + 2 * _tile_keys(call) // _BLOCK_QUERIES
+    window = call.attention.window
+    for document in documents:
+        for block in _blocks(document, window=window, queries=_BLOCK_QUERIES, triangle_first=False, edge=two_tiles):
+            yield from [block] * min(2, block.rows)
+
+
+def _hold_cells(tally: Tally, queries: int, keys: int, *, masked: bool) -> None:
+    cells = queries * keys if masked else 0
+    tally.spike(3 * cells)
+    tally.hold(cells=cells)
+
+
+def _hold_scaled(tally: Tally, query: int) -> None:
+    tally.hold(grouped=query)
+    tally.hold(scaled=query)
+    tally.drop("grouped")
+
+
+def _tiled_forward(tally: Tally, call: _Call, documents: list[_Document]) -> None:
+    attention = call.attention
+    narrow = call.itemsize < _WIDE
+    tally.hold(out=call.query_bytes(call.rows, call.context, attention.v_width, call.itemsize))
+    tally.hold(lse=call.lse_bytes(call.rows, call.context))
+    for block in _tiled_blocks(call, documents):
+        line = call.lse_bytes(1, block.queries)
+        _hold_scaled(tally, call.query_bytes(1, block.queries, attention.qk_width, _WIDE))
+        tally.hold(largest=line, total=line)
+        tally.hold(mixed=call.query_bytes(1, block.queries, attention.v_width, _WIDE))
+        for keys, masked in _tiles(block, call):
+            _hold_cells(tally, block.queries, keys, masked=masked)
+            tally.hold(key=narrow * call.key_bytes(1, keys, attention.qk_width, _WIDE))
+            tally.hold(scores=call.query_bytes(1, block.queries, keys, _WIDE))
+            tally.drop("key")
+            tally.hold(amax=line, new_largest=line)
+            tally.drop("amax")
+            tally.rename(before="largest")
+            tally.rename(largest="new_largest", weights="scores")
+            tally.hold(decay=line)
+            tally.spike(max(line, narrow * call.key_bytes(1, keys, attention.v_width, _WIDE)))
+    for name in ("scaled", "largest", "total", "mixed", "cells", "weights", "before", "decay"):
+        tally.drop(name)
+
+
+def _tiled_backward(tally: Tally, call: _Call, documents: list[_Document]) -> None:
+    attention, rows, context = call.attention, call.rows, call.context
+    narrow = call.itemsize < _WIDE
+    tally.hold(grad_query=call.query_bytes(rows, context, attention.qk_width, call.itemsize))
+    tally.hold(grad_key=call.key_bytes(rows, context, attention.qk_width, _WIDE))
+    tally.hold(grad_value=call.key_bytes(rows, context, attention.v_width, _WIDE))
+    for block in _tiled_blocks(call, documents):
+        query = call.query_bytes(1, block.queries, attention.qk_width, _WIDE)
+        mixed = call.query_bytes(1, block.queries, attention.v_width, _WIDE)
+        line = call.lse_bytes(1, block.queries)
+        _hold_scaled(tally, query)
+        for name in ("new_grad_mixed", "new_mixed"):
+            tally.hold(cast=narrow * mixed)
+            tally.hold(**{name: mixed})
+            tally.drop("cast")
+        tally.hold(new_lse=line)
+        tally.rename(grad_mixed="new_grad_mixed", mixed="new_mixed", block_lse="new_lse")
+        tally.hold(product=mixed, delta=line)
+        tally.drop("product")
+        tally.hold(grad_scaled=query)
+        for keys, masked in _tiles(block, call):
+            tile = call.query_bytes(1, block.queries, keys, _WIDE)
+            _hold_cells(tally, block.queries, keys, masked=masked)
+            tally.hold(new_key=narrow * call.key_bytes(1, keys, attention.qk_width, _WIDE))
+            tally.hold(new_value=narrow * call.key_bytes(1, keys, attention.v_width, _WIDE))
+            tally.rename(tile_key="new_key", tile_value="new_value")
+            tally.hold(scores=tile, weights=tile)
+            tally.spike(call.key_bytes(1, keys, attention.v_width, _WIDE))
+            tally.hold(grad_scores=tile)
+            tally.spike(call.key_bytes(1, keys, attention.qk_width, _WIDE))
+    if narrow:
+        tally.hold(key_cast=call.key_bytes(rows, context, attention.qk_width, call.itemsize))
+        tally.hold(value_cast=call.key_bytes(rows, context, attention.v_width, call.itemsize))
+
+
+def _part_tokens(call: _Call) -> int:
+    token_bytes = call.query_bytes(call.rows, 1, call.attention.v_width, 4)
+    return min(call.context, max(1, _BLOCK_BYTES // token_bytes))
+
+
+def _fold_sinks(tally: Tally, call: _Call) -> None:
+    if call.itemsize < _WIDE:
+        tally.hold(sinks=call.attention.num_heads * _WIDE)
+    tally.spike(2 * call.lse_bytes(call.rows, _part_tokens(call)))
+    tally.hold(new_lse=call.lse_bytes(call.rows, call.context))
+
+
+def _sink_gradient(tally: Tally, call: _Call) -> None:
+    tally.hold(total=call.attention.num_heads * _WIDE)
+    product = call.query_bytes(call.rows, _part_tokens(call), call.attention.v_width, _WIDE)
+    tally.spike(2 * product if call.itemsize < _WIDE else product + call.lse_bytes(call.rows, _part_tokens(call)))
+    tally.hold(total=call.attention.num_heads * call.itemsize)

@@ -1,0 +1,282 @@
+"""One training step of a shortened model on fake tensors, with every tensor's life and the place where it began.
+
+[Note: what stands in] Attention and the head are left out of the run, since their bytes are arithmetic: in their place
+stand operations that allocate their results alone, and note when they begin. What is left runs the same operations
+whatever the batch, so that tensors of runs at several lengths correspond one to one.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AttentionInterface, PretrainedConfig
+
+from planish.data.batch import Batch
+from planish.memory.book import Book, Category, Phase, Record
+from planish.memory.ledger import Ledger
+from planish.methods import Plan
+from planish.models.load import draw_model
+from planish.runfile import DataSection, ModelSection, RunFile, TrainSection
+from planish.shapes import AttentionShape, BatchShape
+from planish.train.dry_run import Replay
+from planish.train.engine import Engine, build_engine
+from planish.train.evaluate import evaluate
+from planish.train.facts import AssumedFacts
+from planish.train.job import Job, build_optimizer
+from planish.train.loop import train_step
+from planish.train.model_folder import published, weight_groups
+
+_NAME = "planish-sizes"
+
+Place = tuple[Literal["enter", "forward", "turn", "backward", "leave"], int]
+"""Part of a pass (see `price.table.Pass`) and number of the layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something begins: a phase ("" is none), a part of the pass, or what a stand-in stands for."""
+
+    clock: int
+    begins: Literal["phase", "place", "marker"]
+    what: str | Place
+
+
+class Journal(Book):
+    """A book that forgets nothing: every record, and notes of what began when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[Record] = []
+        self.notes: list[Note] = []
+
+    def note(self, begins: Literal["phase", "place", "marker"], what: str | Place) -> None:
+        """Write down that something begins now."""
+        self.notes.append(Note(clock=self._clock, begins=begins, what=what))
+
+    def events(self) -> list[tuple[int, bool, int]]:
+        """Return (clock, whether it is a birth, number of the record) of every birth and death so far, in order."""
+        births = [(record.born, True, index) for index, record in enumerate(self.records)]
+        dead = [(index, record) for index, record in enumerate(self.records) if record.died <= self._clock]
+        return sorted([*births, *((record.died, False, index) for index, record in dead)])
+
+    def _open(self, nbytes: int, category: Category, owner: str, shape: torch.Size, dtype: torch.dtype) -> Record:
+        record = super()._open(nbytes, category, owner, shape, dtype)
+        self.records.append(record)
+        return record
+
+
+class JournalLedger(Ledger):
+    """A ledger that keeps a journal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.journal = self._book = Journal()
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Count what happens inside as phase `name`, and note where it begins and ends."""
+        with super().phase(name):
+            self.journal.note("phase", name)
+            yield
+            self.journal.note("phase", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """One run on fakes, as it stood at its end.
+
+    Attributes:
+        records: Every storage.
+        events: See `Journal.events`.
+        notes: What began when.
+        attention: What attention was given in each layer; none where it is transformers' own.
+        save_bytes: The most that publishing the weights of one layer adds.
+    """
+
+    records: list[Record]
+    events: list[tuple[int, bool, int]]
+    notes: list[Note]
+    attention: dict[int, AttentionShape]
+    save_bytes: int
+
+
+class AttentionStandIn(torch.autograd.Function):
+    """Stands in for `peaks.attention.kernel.Attention`: the same results and saved tensors, nothing else."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, note: Callable[[str], None]
+    ) -> Tensor:
+        """Return an empty output; keep what the real one keeps."""
+        note("attention")
+        rows, heads, num_queries, _ = query.shape
+        out = query.new_empty(rows, num_queries, heads, value.shape[-1])
+        lse = query.new_empty(rows, num_queries, heads, dtype=torch.promote_types(query.dtype, torch.float32))
+        ctx.note = note
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return empty gradients, as wide as the kernel's operands, of which they are views."""
+        saved = ctx.saved_tensors  # all of them live on until the return, as in the kernels
+        query, key, value, sinks, *_ = saved
+        ctx.note("attention backward")
+        width = max(query.shape[-1], value.shape[-1])
+        grads = (each.new_empty(*each.shape[:-1], width)[..., : each.shape[-1]] for each in (query, key, value))
+        return *grads, None if sinks is None else torch.empty_like(sinks), None
+
+
+class HeadStandIn(torch.autograd.Function):
+    """Stands in for the head: a loss, and gradients of what it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, note: Callable[[str], None]) -> Tensor:
+        """Return a loss; keep nothing."""
+        note("head")
+        ctx.note = note
+        ctx.like = [None if each is None else (each.shape, each.dtype, each.device) for each in (hidden, weight, bias)]
+        return torch.zeros((), device=hidden.device)
+
+    @staticmethod
+    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return empty gradients."""
+        ctx.note("head backward")
+        grads = [None if like is None else torch.empty(like[0], dtype=like[1], device=like[2]) for like in ctx.like]
+        return *grads, None
+
+
+def trace(config: PretrainedConfig, section: ModelSection, plan: Plan, shape: BatchShape) -> Trace:
+    """Run a step of two microbatches of `shape`, an evaluation and a checkpoint's conversions on fakes.
+
+    Memory:        none for tensors but the token ids.
+    """
+    run = RunFile(
+        model=section,
+        data=DataSection(train=("none",), context=shape.context),
+        train=TrainSection(steps=1, grad_accum=2, global_tokens=2 * shape.tokens),
+        plan=plan,
+    )
+    with ExitStack() as scope:
+        mode = scope.enter_context(FakeTensorMode())
+        ledger = scope.enter_context(JournalLedger())
+        journal = ledger.journal
+        engine = build_engine(
+            lambda: draw_model(config, section),
+            plan,
+            tokens=shape.tokens,
+            ledger=ledger,
+            facts=AssumedFacts(),
+            scope=scope,
+            dry=True,
+        )
+        _note_places(engine, journal)
+        attention = _replace_attention(engine, journal) if engine.packed else {}
+        engine = replace(engine, head=_head(engine, journal))
+        feed = Replay([full_batch(shape), full_batch(shape), full_batch(shape)], mode)
+        job = Job(
+            run=run,
+            tokenizer=None,
+            engine=engine,
+            optimizer=build_optimizer(engine, run),
+            feed=feed,
+            eval_batches=lambda: [feed.next()],
+        )
+        train_step(job, 1)
+        evaluate(engine, job.eval_batches())
+        return Trace(
+            save_bytes=_save(engine),
+            records=list(journal.records),
+            events=journal.events(),
+            notes=list(journal.notes),
+            attention=attention,
+        )
+
+
+def full_batch(shape: BatchShape, *, first_document: int | None = None, num_valid: int | None = None) -> Batch:
+    """Return a batch of full rows, each one document, or the first row cut after `first_document` tokens."""
+    ids = torch.zeros((shape.rows, shape.context), dtype=torch.int64)
+    bounds = {*range(0, shape.tokens + 1, shape.context), first_document or 0}
+    return Batch(
+        input_ids=ids,
+        target=ids.clone(),
+        position_ids=ids.clone(),
+        cu_seq_lens=tuple(sorted(bounds)),
+        num_valid=shape.tokens if num_valid is None else num_valid,
+    )
+
+
+def _head(engine: Engine, journal: Journal) -> Callable[[Tensor, Tensor, int], Tensor]:
+    head = engine.anatomy.head
+
+    def loss(hidden: Tensor, _target: Tensor, _num_valid: int) -> Tensor:
+        return HeadStandIn.apply(hidden, head.weight, head.bias, lambda marker: journal.note("marker", marker))
+
+    return loss
+
+
+def _note_places(engine: Engine, journal: Journal) -> None:
+    """Note where each layer begins, forward and backward, and where the last one ends."""
+    layers = list(engine.anatomy.layers.values())
+
+    def begin(index: int, hidden: Tensor) -> None:
+        journal.note("place", ("forward", index))
+        before: Place = ("backward", index - 1) if index else ("leave", 0)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: journal.note("place", before))
+
+    def end(output: Any) -> None:
+        journal.note("place", ("turn", 0))
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: journal.note("place", ("backward", len(layers) - 1)))
+
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda _, args, index=index: begin(index, args[0]))
+    layers[-1].register_forward_hook(lambda _module, _args, output: end(output))
+
+
+def _replace_attention(engine: Engine, journal: Journal) -> dict[int, AttentionShape]:
+    """Put the stand-in in the place of packed attention; return what it is given in each layer, once it has run."""
+    seen: dict[int, AttentionShape] = {}
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        _mask: Tensor | None,
+        *,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **_seam: Any,
+    ) -> tuple[Tensor, None]:
+        seen[module.layer_idx] = AttentionShape(
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            qk_width=query.shape[-1],
+            v_width=value.shape[-1],
+            window=sliding_window or None,
+            softcapped=softcap is not None,
+            sinks=s_aux is not None,
+        )
+        out = AttentionStandIn.apply(query, key, value, s_aux, lambda marker: journal.note("marker", marker))
+        return out, None
+
+    AttentionInterface.register(_NAME, attend)
+    engine.anatomy.model.set_attn_implementation(_NAME)
+    return seen
+
+
+def _save(engine: Engine) -> int:
+    ledger, model = engine.ledger, engine.anatomy.model
+    before = ledger.live_bytes
+    with ledger.phase("save"):
+        for group in weight_groups(model):
+            published(model, group)
+    return ledger.peak_bytes["save"] - before

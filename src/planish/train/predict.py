@@ -1,0 +1,187 @@
+"""What a run will hold, before anything is loaded: priced with its model's table, or said by a dry run.
+
+The table is shipped (built-in models), in the user's cache, or fitted now, which imports torch and takes seconds. Where
+a model's layers cannot be a table, the run's own step on tensors without data answers for this run alone.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from planish.errors import UsageError
+from planish.methods import Offload, Plan
+from planish.models.builtin import cache_folder, model_folder
+from planish.plan.estimate import Estimate, PhasePrice, estimate
+from planish.price.store import TableFile, cached, preset, table_name
+from planish.price.table import LayerTable
+from planish.runfile import ModelSection, RunFile
+from planish.shapes import BatchShape
+
+Say = Callable[[str], None]
+
+# What a config says about its own file, and not about the model.
+_INERT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+
+
+class NotPredictable(UsageError):
+    """Neither a table nor a dry run says what the run will hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a run will hold.
+
+    Attributes:
+        estimate: Every phase's peak.
+        table: What it was priced with; None where a dry run said it.
+    """
+
+    estimate: Estimate
+    table: LayerTable | None
+
+
+def predict(run: RunFile, say: Say) -> Prediction:
+    """Return what `run` will hold at most, whatever the data.
+
+    Memory:        none for tensors.
+    Exactness:     never below the ledger of the run on a CPU; equal to it, but for a few scalars, on the batch that
+                   holds most.
+
+    Args:
+        run: Every setting.
+        say: Told when it takes time, and why.
+
+    Raises:
+        UsageError: A model that cannot be built.
+        NotPredictable: A model whose step reads data, so that it cannot run on tensors without.
+    """
+    table = table_of(run, say)
+    if table is not None:
+        return Prediction(estimate=price(run, table), table=table)
+    return Prediction(estimate=by_dry_run(run), table=None)
+
+
+def price(run: RunFile, table: LayerTable) -> Estimate:
+    """Return the estimate of `run` with its model's table."""
+    return estimate(table, batch_shape(run), run.plan, master=keeps_master(run))
+
+
+def batch_shape(run: RunFile) -> BatchShape:
+    """Return one step's input: any documents, any number of valid tokens."""
+    return BatchShape(rows=run.rows_per_microbatch, context=run.data.context, microbatches=run.train.grad_accum)
+
+
+def keeps_master(run: RunFile) -> bool:
+    """Return whether the optimizer keeps fp32 masters of narrower parameters."""
+    return run.model.dtype != "bf16-pure"
+
+
+def read_table(run: RunFile) -> LayerTable | None:
+    """Return the table that is at hand for `run`, without torch; None where there is none."""
+    if isinstance(run.plan.boundary, Offload):
+        return None
+    tree = config_tree(run.model)
+    return None if tree is None else _file(run, tree).read(_name(run))
+
+
+def table_of(run: RunFile, say: Say) -> LayerTable | None:
+    """Return the table for `run`, fitted and kept where it is not at hand; None where its layers cannot be one."""
+    table = read_table(run)
+    if table is not None or isinstance(run.plan.boundary, Offload):
+        return table
+    say("fitting this model's table of bytes (seconds, once) ...")
+
+    from planish.models.load import load_config
+    from planish.train.layer_table import fit_table
+
+    config = load_config(run.model, context=run.data.context)
+    try:
+        table = fit_table(config, run.model, run.plan, rows=run.rows_per_microbatch)
+    except UsageError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        say(f"its layers are no table ({_first_line(error)}); a dry run answers instead.")
+        return None
+    try:
+        _file(run, config_tree(run.model) or config.to_dict()).write({_name(run): table})
+    except OSError as error:
+        say(f"the table could not be kept in {cache_folder()}: {error.strerror}.")
+    return table
+
+
+def config_tree(section: ModelSection) -> Mapping[str, Any] | None:
+    """Return the model's config.json as a tree; None where only transformers can make it.
+
+    Raises:
+        UsageError: No such file, or not JSON.
+    """
+    shipped = preset(section.from_) if section.from_ else None
+    if shipped is not None:
+        return shipped.config
+    if section.gguf is not None:
+        return None
+    path = section.config or model_folder(section.from_ or "") / "config.json"
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(f"`model.config` file {path} does not exist.") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is not a config that can be read: {error}") from error
+
+
+def by_dry_run(run: RunFile, *, num_layouts: int = 2) -> Estimate:
+    """Return each phase's peak over dry runs: whole rows, and rows cut into documents so as to hold most.
+
+    Raises:
+        NotPredictable: The step reads data.
+    """
+    from planish.train.dry_run import dry_run
+    from planish.train.layer_trace import full_batch
+
+    shape = batch_shape(run)
+    layouts = [{}, {"first_document": 1, "num_valid": shape.tokens - 1}][: num_layouts if shape.context > 1 else 1]
+    phases: dict[str, PhasePrice] = {}
+    for layout in layouts:
+        batches = [full_batch(shape, **layout) for _ in range(run.train.grad_accum + 1)]
+        try:
+            dry = dry_run(run, batches=batches)
+        except UsageError:
+            raise
+        except (ValueError, RuntimeError) as error:
+            reason = _first_line(error)
+            raise NotPredictable(f"the step of this run cannot run on tensors without data ({reason}).") from error
+        for phase, peak in dry.phases.items():
+            if phase not in phases or peak.peak_bytes > phases[phase].peak_bytes:
+                held = ", ".join(each.owner for each in peak.owners[:3])
+                phases[phase] = PhasePrice(peak_bytes=peak.peak_bytes, categories=dict(peak.categories), where=held)
+    return Estimate(phases=phases)
+
+
+def _name(run: RunFile) -> str:
+    return table_name(run.plan, dtype=run.model.dtype, rows=run.rows_per_microbatch)
+
+
+def _file(run: RunFile, tree: Mapping[str, Any]) -> TableFile:
+    """Return where the tables of the run's model are kept."""
+    section = run.model
+    shipped = preset(section.from_) if section.from_ else None
+    if shipped is not None and section.moe is None and section.rope is None:
+        return shipped
+    facts = {
+        "config": {name: value for name, value in tree.items() if name not in _INERT},
+        "rope": section.rope,
+        "moe": section.moe,
+        "positions": run.data.context if section.extend_positions or section.rope else None,
+    }
+    return cached(cache_folder(), facts)
+
+
+def with_plan(run: RunFile, plan: Plan) -> RunFile:
+    """Return `run` with another plan."""
+    return replace(run, plan=plan)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
