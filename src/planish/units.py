@@ -32,7 +32,9 @@ def parse_bytes(text: str, *, name: str) -> int:
         raise ValueError(f'`{name}` must be a positive size such as "4GiB", got {text!r}.')
     number, unit = match.groups()
     if not unit:
-        raise ValueError(f'`{name}` needs a unit, got {text!r}; write "{number}GiB" or "{number}GB".')
+        raise ValueError(
+            f'`{name}` needs a unit, got {text!r}; write for example "{number if float(number) else 4}GiB".'
+        )
     scale = _BYTE_UNITS.get(unit.upper())
     if scale is None:
         raise ValueError(

@@ -99,7 +99,7 @@ def test_a_run_folder_is_not_lost_by_accident(train, tmp_path):
         (["--model.rop", "x"], "did you mean `rope`?"),
         (["--memory", "-1"], "must be a positive size"),
         (["--memory", "0"], "needs a unit"),
-        (["--memory", "4"], 'write "4GiB" or "4GB"'),
+        (["--memory", "4"], 'write for example "4GiB"'),
         (["--memory", "4XB"], "unknown unit 'XB'"),
         (["--memory", "0GiB"], "must be above zero"),
         (["--train.lr", "0"], "`train.lr` must be above 0"),
@@ -220,6 +220,24 @@ def test_nan_names_step_and_layer_and_keeps_the_last_checkpoint(train, tmp_path,
     assert code == 6
     assert "step 1" in error
     assert "model.layers.1.mlp.up_proj" in error
+
+
+def test_weights_that_an_update_broke_are_not_saved(train, tmp_path):
+    code, error = train("--train.lr", 1e38, "--train.steps", 1)
+    assert code == 6
+    assert "is not finite after the update" in error
+    assert not (tmp_path / "run" / "latest").exists()
+
+
+def test_a_bad_held_out_file_costs_no_step(train, tmp_path, text_file):
+    held = tmp_path / "held"
+    held.mkdir()
+    (held / "a.txt").write_text("Some good words first. " * 8)
+    (held / "z.txt").write_bytes(b"then \xff")
+    code, error = train("--data.eval", held)
+    assert code == 2
+    assert "z.txt" in error
+    assert (tmp_path / "run" / "latest").read_text() == "step-00000003\n"
 
 
 def test_ctrl_c_saves_and_ends_with_130(model_folder, text_file, tmp_path):

@@ -40,6 +40,8 @@ def test_train_help_lists_every_setting(capsys):
         ([], ""),
         (["trian"], "did you mean `train`?"),
         (["demo", "vocabulary"], "did you mean `vocab`?"),
+        (["eval", "x", "y", "--memory", "4XB"], "unknown unit 'XB'"),
+        (["data", "stats", "y", "--context", "x"], "`--context` must be a whole number"),
         (["data", "stats", "nowhere.txt"], "nowhere.txt"),
         (["generate", "nowhere", "--prompt", "x"], "neither a folder nor a built-in model"),
     ],

@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 import tyro
 
-from planish.cli.options import parse_plain
+from planish.cli.options import count, parse_plain
 from planish.errors import UsageError
 from planish.runfile import ModelSection
-from planish.units import format_bytes, parse_count
+from planish.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Options:
 def main(words: list[str]) -> int:
     """Run the verb."""
     options = parse_plain(Options, words, verb="data")
-    context = parse_count(options.context, name="--context")
+    context = count(options.context, name="--context")
     if options.max_documents is not None and options.max_documents < 1:
         raise UsageError(f"`--max-documents` must be 1 or more, got {options.max_documents}.")
 

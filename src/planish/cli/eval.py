@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 import tyro
 
 from planish.cli.generate import model_source
-from planish.cli.options import parse_plain
+from planish.cli.options import count, parse_plain, size_bytes
 from planish.methods import Plan
 from planish.runfile import ModelSection
-from planish.units import format_bytes, parse_bytes, parse_count
+from planish.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,9 @@ class Options:
 def main(words: list[str]) -> int:
     """Run the verb."""
     options = parse_plain(Options, words, verb="eval")
-    context = parse_count(options.context, name="--context")
-    max_tokens = parse_count(options.max_tokens, name="--max-tokens")
-    budget_bytes = parse_bytes(options.memory, name="--memory") if options.memory else None
+    context = count(options.context, name="--context")
+    max_tokens = count(options.max_tokens, name="--max-tokens")
+    budget_bytes = size_bytes(options.memory, name="--memory") if options.memory else None
 
     import transformers
 

@@ -31,6 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     except PlanishError as error:
         sys.stderr.write(f"planish: {error}\n")
         return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush finds a reader
+        return 5
     except KeyboardInterrupt:
         sys.stderr.write("planish: interrupted; nothing was saved since the last checkpoint.\n")
         return 130

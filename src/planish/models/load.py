@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -79,7 +80,7 @@ def load_model(
     folder = _weights_folder(section)
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"the weights in {folder} cannot be loaded: {_first_line(error)}") from error
     if section.moe is not None:
         model = upcycle(model, section.moe, seed=seed)

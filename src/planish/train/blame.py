@@ -30,6 +30,16 @@ def refuse_non_finite(engine: Engine, step: int, *, loss: float, grad_norm: floa
     )
 
 
+def refuse_non_finite_weights(engine: Engine, step: int) -> None:
+    """Raise NotFinite when the update left a weight that is NaN or infinite, before it is saved."""
+    for name, param in engine.anatomy.model.named_parameters():
+        if not _finite(param):
+            raise NotFinite(
+                f"step {step}: `{name}` is not finite after the update, so it is not saved; earlier checkpoints are "
+                "intact. Lower `train.lr`."
+            )
+
+
 def first_bad_module(engine: Engine, batches: list[Batch]) -> str:
     """Return the name of the first module whose output is not finite, running the forward pass once more."""
     found: list[str] = []

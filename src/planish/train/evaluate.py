@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from planish.data.batch import Batch
-from planish.errors import UsageError
+from planish.errors import NotFinite, UsageError
 from planish.train.engine import Engine
 
 
@@ -28,6 +28,7 @@ def evaluate(engine: Engine, batches: Iterable[Batch]) -> EvalReport:
 
     Raises:
         UsageError: No target counts in any batch.
+        NotFinite: The loss is NaN or infinite.
     """
     model, total, num_valid = engine.anatomy.model, 0.0, 0
     num_bytes: int | None = 0
@@ -45,6 +46,8 @@ def evaluate(engine: Engine, batches: Iterable[Batch]) -> EvalReport:
     model.train()
     if num_valid == 0:
         raise UsageError("`data.eval` holds no token to predict; name a longer text.")
+    if not math.isfinite(total):
+        raise NotFinite(f"the held-out loss is {total}; the model's weights or its logits are not finite.")
     return EvalReport(
         loss=total / num_valid,
         bits_per_byte=total / math.log(2) / num_bytes if num_bytes else None,

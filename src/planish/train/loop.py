@@ -49,10 +49,10 @@ def train(job: Job, *, first_step: int, hooks: Hooks) -> None:
     for step in range(first_step, settings.train.steps + 1):
         hooks.on_step(train_step(job, step))
         stopping, last = hooks.stop_requested(), step == settings.train.steps
-        if not stopping and _due(step, settings.train.eval_every, last=last):
-            hooks.evaluate(step)
         if stopping or _due(step, settings.save.every, last=last):
             hooks.save(step)
+        if not stopping and _due(step, settings.train.eval_every, last=last):
+            hooks.evaluate(step)
         if stopping and not last:
             raise Interrupted(f"stopped after step {step}; it is saved, continue with `--resume`.")
 

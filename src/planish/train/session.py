@@ -18,6 +18,7 @@ from planish.memory.meter import ProcessMeter
 from planish.models.load import run_device
 from planish.runfile import RunFile
 from planish.train import checkpoint
+from planish.train.blame import refuse_non_finite_weights
 from planish.train.evaluate import EvalReport, evaluate
 from planish.train.fit import check_fit, to_tree
 from planish.train.job import Job, build
@@ -134,6 +135,7 @@ class _Records:
     def save(self, step: int) -> None:
         """Write a checkpoint."""
         job = self._job
+        refuse_non_finite_weights(job.engine, step)
         with self._recorded(step), job.engine.ledger.phase("save"):
             path = checkpoint.save(
                 self._folder,
