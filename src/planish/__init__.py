@@ -9,10 +9,12 @@ _HOMES = {
     "BudgetExceeded": "planish.errors",
     "Plan": "planish.methods",
     "install": "planish.models.install",
+    "LinearCrossEntropy": "planish.peaks.vocab.losses",
     "linear_cross_entropy": "planish.peaks.vocab.losses",
+    "linear_logprob": "planish.peaks.vocab.losses",
 }
 
-__all__ = ["BudgetExceeded", "Plan", "install", "linear_cross_entropy"]
+__all__ = ["BudgetExceeded", "LinearCrossEntropy", "Plan", "install", "linear_cross_entropy", "linear_logprob"]
 
 
 def __getattr__(name: str) -> Any:

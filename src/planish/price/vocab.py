@@ -292,7 +292,7 @@ def _in_forward(head: Head, tiling: Tiling, valid: int, smooth: bool, z_loss: bo
 def _recomputed(head: Head, tiling: Tiling, valid: int, smooth: bool, z_loss: bool) -> Phases:
     wide, width, rows = head.wide_bytes, head.hidden_size, min(valid, tiling.group_rows(valid))
     ignoring, per_token = valid < head.tokens, head.tokens * wide
-    statistics = per_token * (1 + len(head.wanted))
+    statistics = per_token * len({"nll", *head.wanted} | ({"lse"} if head.grads else set()))
     scan = rows * (wide + 16 + ITEMSIZE[head.product_dtype])
     combine = rows * (3 * wide + smooth * wide)
     scanning = total_bytes(tiling.buffers(head, "statistics")) + _lookup_bytes(head, valid) + max(scan, combine)

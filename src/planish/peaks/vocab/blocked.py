@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from planish.peaks.vocab.task import Task
 from planish.peaks.vocab.tile import Slopes
@@ -103,9 +102,9 @@ class GradientsInForward(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Return the waiting gradients times `upstream`."""
+        _refuse_second_derivatives()
         if ctx.grads is None:
             raise RuntimeError(
                 'the gradients of strategy "gradients-in-forward" exist once and an earlier backward took them; '
@@ -159,14 +158,20 @@ class Recompute(torch.autograd.Function):
         return tuple(found.get(name) for name in STATISTICS)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients under per-token upstreams."""
+        _refuse_second_derivatives()
         hidden, weight, bias, target, lse, entropy = ctx.saved_tensors
         tiles = Tiles.prepare("gradients", hidden, weight, bias, target, ctx.task)
         grads = Sweep(tiles=tiles, lse=lse, entropy=entropy, upstream=Upstream(*upstream[:4])).run()
         d_bias = None if grads.bias is None else grads.bias.to(bias.dtype)
         return grads.hidden, grads.weight, d_bias, None, None
+
+
+def _refuse_second_derivatives() -> None:
+    """Raise if backward is itself to be differentiated, rather than return gradients that have no graph."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("the blocked head has no second derivative; call backward without create_graph=True.")
 
 
 def statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, task: Task) -> dict[str, Tensor]:
