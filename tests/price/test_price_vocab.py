@@ -82,7 +82,7 @@ def test_groups_of_rows_are_equal_and_fit(num_valid, eighths):
         (replace(SMOLLM2, **BF16), 2**26, "recompute"),
         (replace(SMOLLM2, **BF16), 2**27, "gradients-in-forward"),
         (replace(SMOLLM2, **BF16, grads=frozenset({"hidden"})), 2**26, "gradients-in-forward"),
-        (replace(SMOLLM2, **{name: "float16" for name in BF16}), 2**30, "recompute"),
+        (replace(SMOLLM2, **dict.fromkeys(BF16, "float16")), 2**30, "recompute"),
         (replace(SMOLLM2, grads=frozenset()), 2**26, "recompute"),
         (GEMMA2, 2**26, "recompute"),
     ],

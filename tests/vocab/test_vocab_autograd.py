@@ -60,7 +60,7 @@ def test_gradients_in_forward_say_why_they_go_backward_once(draw_head):
     head = draw_head(9, 4, 30)
     loss = linear_cross_entropy(*head.operands, strategy="gradients-in-forward")
     head.gradients(loss)
-    with pytest.raises(RuntimeError, match='exist once.*strategy="recompute"'):
+    with pytest.raises(RuntimeError, match=r'exist once.*strategy="recompute"'):
         head.gradients(loss)
 
 

@@ -1,4 +1,4 @@
-"""Bytes: what the ledger measures is what the price says, to the byte, real or fake; tokens add only what is counted."""
+"""Bytes: the ledger measures what the price says, to the byte, real or fake; tokens add only what is counted."""
 
 import dataclasses
 
