@@ -176,21 +176,18 @@ def _flash_forward(tally: Tally, call: _Call, documents: list[_Document]) -> Non
 
 def _flash_backward(tally: Tally, call: _Call, documents: list[_Document]) -> None:
     blocks = _flash_blocks(call, documents)
-    attention, rows, context, itemsize = call.attention, call.rows, call.context, call.itemsize
-    sum_size = itemsize if all(block.is_triangle for block in blocks) else _WIDE
-    widths = {"key_sum": attention.qk_width, "value_sum": attention.v_width}
+    attention, whole = call.attention, (call.rows, call.context)
     if len(blocks) > 1:
-        tally.hold(grad_query=call.query_bytes(rows, context, attention.qk_width, itemsize))
-        tally.hold(**{name: call.key_bytes(rows, context, width, sum_size) for name, width in widths.items()})
+        tally.hold(grad_query=call.query_bytes(*whole, attention.qk_width, call.itemsize))
+        tally.hold(grad_key=call.key_bytes(*whole, attention.qk_width, call.itemsize))
+        tally.hold(grad_value=call.key_bytes(*whole, attention.v_width, call.itemsize))
     for block in blocks:
         _hold_operands(tally, call, block, backward=True)
-        keys = call.key_bytes(block.rows, block.keys, call.width, itemsize)
-        tally.hold(new_query=call.query_bytes(block.rows, block.queries, call.width, itemsize))
+        keys = call.key_bytes(block.rows, block.keys, call.width, call.itemsize)
+        tally.hold(new_query=call.query_bytes(block.rows, block.queries, call.width, call.itemsize))
         tally.hold(new_key=keys, new_value=keys)
         _drop_operands(tally)
         tally.rename(query_part="new_query", key_part="new_key", value_part="new_value")
-    if sum_size != itemsize:
-        tally.hold(**{f"{name}_cast": call.key_bytes(rows, context, width, itemsize) for name, width in widths.items()})
 
 
 def _tile_keys(call: _Call) -> int:

@@ -74,16 +74,16 @@ def _blocked(head: HeadShape, tokens: int, num_valid: int, method: Blocked) -> H
 def _plain(head: HeadShape, tokens: int) -> HeadBytes:
     """Return what full logits weigh: them, their fp32 copy, its log-softmax, and their gradients."""
     logits, wide = (tokens * head.vocab_size * size for size in (head.itemsize, _WIDE))
-    forward, kept = _plain_forward(head, logits, wide)
+    forward, kept = _plain_forward(head, logits, wide, trained=True)
     return HeadBytes(
         forward=forward,
         kept=kept + tokens * head.hidden_size * head.itemsize,
         backward=_plain_backward(head, tokens, logits, wide),
-        evaluation=forward,
+        evaluation=_plain_forward(head, logits, wide, trained=False)[0],
     )
 
 
-def _plain_forward(head: HeadShape, logits: int, wide: int) -> tuple[int, int]:
+def _plain_forward(head: HeadShape, logits: int, wide: int, *, trained: bool) -> tuple[int, int]:
     """Return the peak, and what stays for backward beside hidden and loss."""
     tally = Tally()
     tally.hold(logits=logits)
@@ -93,6 +93,8 @@ def _plain_forward(head: HeadShape, logits: int, wide: int) -> tuple[int, int]:
         tally.hold(divided=logits, tanh=logits)
         tally.drop("divided")
         tally.hold(logits=logits)
+        if not trained:
+            tally.drop("tanh")
     if head.itemsize < _WIDE:
         tally.hold(raised=wide)
     tally.hold(log_softmax=wide, loss=_WIDE, total_weight=_WIDE)

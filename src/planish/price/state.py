@@ -28,9 +28,9 @@ def adamw_bytes(tensors: Sequence[TensorShape], *, master: bool) -> int:
     return total
 
 
-def largest_bytes(tensors: Sequence[TensorShape], *, master: bool) -> int:
-    """Return the bytes of the largest tensor among parameters and optimizer state."""
-    return max(each.numel * (max(each.itemsize, _WIDE) if master else each.itemsize) for each in tensors)
+def resume_bytes(tensors: Sequence[TensorShape], *, master: bool) -> int:
+    """Return the most that reading a checkpoint adds: one tensor of parameters or state, and the one before it."""
+    return 2 * max(each.numel * (_WIDE if master else each.itemsize) for each in tensors)
 
 
 def batch_bytes(tokens: int) -> int:

@@ -62,7 +62,7 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, *, master: bo
     yield from walk.through(table.evaluation)
     walk.live = base
     yield walk.moment("save", None, "writing weights", {"staging": table.save_bytes})
-    yield walk.moment("resume", None, "reading a tensor", {"staging": state.largest_bytes(tensors, master=master)})
+    yield walk.moment("resume", None, "reading tensors", {"staging": state.resume_bytes(tensors, master=master)})
 
 
 @dataclass(slots=True, kw_only=True)

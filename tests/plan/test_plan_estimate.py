@@ -1,0 +1,67 @@
+"""Estimates of the built-in model, whose table the package ships: no torch is needed."""
+
+from dataclasses import replace
+
+import pytest
+
+from planish.methods import Checkpoint, Plain, Plan
+from planish.plan.estimate import estimate, longest_context
+from planish.price.store import preset, table_name
+from planish.shapes import BatchShape
+
+BATCH = BatchShape(context=4096)
+
+
+def table_for(plan, dtype="bf16"):
+    return preset("smollm2-135m").read(table_name(plan, dtype=dtype, rows=1))
+
+
+def peak(plan, batch=BATCH, **options):
+    return estimate(table_for(plan), batch, plan, **{"master": True} | options)
+
+
+def test_categories_add_up_in_every_phase():
+    found = peak(Plan())
+    assert list(found.phases) == ["init", "forward", "head", "backward", "optimizer", "eval", "save", "resume"]
+    for price in found.phases.values():
+        assert sum(price.categories.values()) == price.peak_bytes
+        assert min(price.categories.values()) > 0
+    assert found.peak_bytes == max(price.peak_bytes for price in found.phases.values())
+
+
+def test_the_dtype_contract_is_in_the_state():
+    parameters, found = 134_515_008, peak(Plan())
+    assert found.phases["init"].categories["parameters"] == 2 * parameters
+    assert 0 < found.phases["init"].categories["optimizer state"] - 12 * parameters < 4096
+    pure = peak(Plan(), master=False)
+    assert 0 < pure.phases["init"].categories["optimizer state"] - 4 * parameters < 4096
+
+
+def test_bounding_a_peak_lowers_it():
+    plain = Plan.plain()
+    assert peak(replace(plain, boundary=Checkpoint())).peak_bytes < peak(plain).peak_bytes
+    bounded = replace(plain, vocab=Plan().vocab)
+    assert peak(bounded).phases["head"].peak_bytes < peak(plain).phases["head"].peak_bytes
+    kept, checkpointed = (peak(Plan(boundary=each)).phases["forward"] for each in (Plain(), Checkpoint()))
+    assert "boundaries" not in kept.categories
+    assert checkpointed.categories["boundaries"] == 30 * 4096 * 576 * 2
+
+
+def test_accumulation_holds_every_batch_and_the_gradients_in_forward():
+    once, thrice = peak(Plan()), peak(Plan(), replace(BATCH, microbatches=3))
+    assert thrice.phases["init"].peak_bytes - once.phases["init"].peak_bytes == 2 * 24 * 4096
+    assert "gradients" not in once.phases["forward"].categories
+    assert thrice.phases["forward"].categories["gradients"] == 2 * 134_515_008
+
+
+@pytest.mark.parametrize("budget_bytes", [9 * 2**28, 3 * 2**30, 2**36])
+def test_the_longest_context_fits_and_one_token_more_does_not(budget_bytes):
+    plan = Plan()
+    longest = longest_context(table_for(plan), BATCH, plan, master=True, budget_bytes=budget_bytes)
+    assert peak(plan, replace(BATCH, context=longest)).peak_bytes <= budget_bytes
+    assert peak(plan, replace(BATCH, context=longest + 1)).peak_bytes > budget_bytes
+
+
+def test_no_context_fits_what_the_state_alone_exceeds():
+    plan = Plan()
+    assert longest_context(table_for(plan), BATCH, plan, master=True, budget_bytes=2 * 2**30) is None

@@ -1,0 +1,101 @@
+"""A run's price is its dry run, phase by phase: some of its layers at a few lengths say what all of them hold."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from planish.plan.estimate import estimate
+from planish.price.table import LayerTable
+from planish.runfile import load
+from planish.shapes import BatchShape
+from planish.train.dry_run import dry_run
+from planish.train.layer_trace import full_batch
+from planish.train.predict import batch_shape, by_dry_run, keeps_master, predict, table_of
+
+UNTIED = {"tie_word_embeddings": False}
+DEEP = {"num_hidden_layers": 4}
+MIXED = {"mlp_only_layers": [0, 2], "num_hidden_layers": 4}
+FP32, BF16, PURE = (("model.dtype", dtype) for dtype in ("fp32", "bf16", "bf16-pure"))
+KEPT = ("plan.boundary", "plain")
+PLAIN_HEAD, RECOMPUTE = ("plan.vocab", "plain"), ("plan.vocab.strategy", "recompute")
+IN_FORWARD = ("plan.vocab.strategy", "gradients-in-forward")
+BATCHED = ("plan.dispatch", "batched")
+ROWS = [("train.global_tokens", 2 * 3 * 64), ("train.grad_accum", 3)]
+CASES = {
+    "tied": ("llama", [FP32], DEEP),
+    "untied, kept, plain head": ("llama", [BF16, KEPT, PLAIN_HEAD], UNTIED | DEEP),
+    "pure, rows, accumulation": ("qwen3", [PURE, RECOMPUTE, *ROWS], DEEP),
+    "experts grouped": ("qwen3-moe", [BF16, IN_FORWARD], MIXED),
+    "windows and softcap": ("gemma2", [BF16, ("train.global_tokens", 128)], DEEP),
+}
+MORE = {
+    "experts batched": ("qwen3-moe", [FP32, BATCHED, KEPT], DEEP),
+    "windows and softcap, plain head": ("gemma2", [FP32, KEPT, PLAIN_HEAD], DEEP),
+    "scaled logits": ("granite", [BF16, PLAIN_HEAD], {}),
+    "nothing bounded": ("llama", [BF16, KEPT, PLAIN_HEAD, ("plan.attention", "plain")], {}),
+    "one layer": ("llama", [FP32], {"num_hidden_layers": 1}),
+    "two layers": ("cohere", [BF16], {"num_hidden_layers": 2}),
+}
+SCALARS = 16
+
+
+def silent(_sentence):
+    pass
+
+
+def assert_equal(run):
+    """Compare on whole rows that are all counted."""
+    shape = replace(batch_shape(run), num_valid=run.tokens_per_microbatch, split=False)
+    table = table_of(run, silent)
+    price = estimate(table, shape, run.plan, master=keeps_master(run))
+    dry = dry_run(run, batches=[full_batch(shape) for _ in range(run.train.grad_accum + 1)])
+    for phase, peak in dry.phases.items():
+        assert 0 <= price.phases[phase].peak_bytes - peak.peak_bytes <= SCALARS, phase
+        assert sum(price.phases[phase].categories.values()) == price.phases[phase].peak_bytes
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)])
+def test_the_price_is_the_dry_run(run_of, case):
+    family, settings, config = (CASES | MORE)[case]
+    assert_equal(run_of(family, *settings, **config))
+
+
+FAMILIES = [("llama", {}), ("llama", UNTIED), ("qwen3", {}), ("qwen3-moe", MIXED), ("gemma2", {})]
+HEADS = [PLAIN_HEAD, IN_FORWARD, RECOMPUTE]
+BATCHES = [[], [("train.grad_accum", 3)], ROWS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "head", "dtype", "boundary", "batch"),
+    list(product(FAMILIES, HEADS, (FP32, BF16, PURE), ([], [KEPT]), BATCHES)),
+)
+def test_the_price_is_the_dry_run_in_every_combination(run_of, family, head, dtype, boundary, batch):
+    name, config = family
+    experts = [BATCHED] if name == "qwen3-moe" and dtype == FP32 else []
+    assert_equal(run_of(name, head, dtype, *boundary, *batch, *experts, **DEEP | config))
+
+
+def test_the_worst_documents_and_targets_are_those_of_two_dry_runs(run_of):
+    run = run_of("gemma2", BF16, ("data.context", 200), **DEEP)
+    price, dry = predict(run, silent).estimate, by_dry_run(run)
+    for phase, peak in dry.phases.items():
+        assert peak.peak_bytes <= price.phases[phase].peak_bytes <= 1.005 * peak.peak_bytes, phase
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", [2048, 4096, 8192])
+def test_the_built_in_model_is_priced_as_its_dry_run(context):
+    assert_equal(load(None, [("model.from", "smollm2-135m"), ("data.train", "none"), ("data.context", context)]))
+
+
+def test_a_fitted_table_is_kept_and_read_back(run_of):
+    said = []
+    run = run_of("llama", BF16)
+    fitted, read = (table_of(run, said.append) for _ in range(2))
+    assert fitted == read == LayerTable.from_dict(fitted.to_dict())
+    assert len(said) == 1
+    shape = BatchShape(context=10**6)
+    peaks = [estimate(table, shape, run.plan, master=True).peak_bytes for table in (fitted, read)]
+    assert peaks[0] == peaks[1] > 10**6 * run_of("llama").rows_per_microbatch
