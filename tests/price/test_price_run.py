@@ -61,6 +61,18 @@ def test_the_price_is_the_dry_run(run_of, case):
     assert_equal(run_of(family, *settings, **config))
 
 
+@pytest.mark.parametrize("disk", ["1MiB", "9KiB"])
+def test_boundaries_on_disk_are_priced_to_within_one_of_them(run_of, disk):
+    run = run_of("llama", BF16, ("plan.boundary", "offload"), ("plan.boundary.disk", disk), **DEEP)
+    price, dry = predict(run, silent).estimate, by_dry_run(run)
+    boundary_bytes = 64 * 32 * 2
+    for phase, peak in dry.phases.items():
+        assert 0 <= price.phases[phase].peak_bytes - peak.peak_bytes <= boundary_bytes + SCALARS, phase
+    kept = predict(run_of("llama", BF16, **DEEP), silent).estimate
+    sizes = [each.phases["head"].categories["boundaries"] for each in (price, kept)]
+    assert sizes[0] < sizes[1] == 4 * boundary_bytes
+
+
 FAMILIES = [("llama", {}), ("llama", UNTIED), ("qwen3", {}), ("qwen3-moe", MIXED), ("gemma2", {})]
 HEADS = [PLAIN_HEAD, IN_FORWARD, RECOMPUTE]
 BATCHES = [[], [("train.grad_accum", 3)], ROWS]

@@ -78,7 +78,7 @@ def estimate(table: LayerTable, batch: BatchShape, plan: Plan, *, master: bool) 
     """
     worst: dict[str, Moment] = {}
     head = head_bytes(table.head, batch, plan.vocab)
-    for moment in moments(table, batch, head, master=master):
+    for moment in moments(table, batch, head, plan.boundary, master=master):
         if moment.phase not in worst or moment.total_bytes > worst[moment.phase].total_bytes:
             worst[moment.phase] = moment
     return Estimate(

@@ -1,15 +1,20 @@
 """A training step as a walk through its moments: what is alive at each, by category, for any batch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from planish.methods import Boundary, Offload
 from planish.price import attention, state
+from planish.price.boundary import Boundaries, Depth
 from planish.price.head import HeadBytes
-from planish.price.table import LayerTable, Leg, Lines, Pass
+from planish.price.table import LayerTable, Leg, Lines, Part, Pass
 from planish.shapes import BatchShape
 
 Sizes = dict[str, int]
 """Bytes by category, named as the ledger names them."""
+
+# What a disk keeps in memory: two slots to copy through, and room to align them.
+_RING_BYTES = 2 * 2**20 + 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +39,16 @@ class Moment:
         return sum(self.sizes.values())
 
 
-def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, *, master: bool) -> Iterator[Moment]:
+def moments(
+    table: LayerTable, batch: BatchShape, head: HeadBytes, boundary: Boundary, *, master: bool
+) -> Iterator[Moment]:
     """Yield moments of one optimizer step, one evaluation and one checkpoint; the peak of every phase is among them.
 
     Args:
-        table: The model's layers under the plan's attention, dispatch and boundary.
+        table: The model's layers under the plan's attention, dispatch and boundary (checkpointed where they offload).
         batch: The step's input.
         head: The head by the plan's method, for one microbatch.
+        boundary: The plan's method for boundaries.
         master: Whether the optimizer keeps fp32 masters of narrower parameters.
     """
     tensors = table.tensors
@@ -49,7 +57,10 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, *, master: bo
         "optimizer state": state.adamw_bytes(tensors, master=master),
         "other": table.buffers_bytes,
     }
-    walk = _Walk(table=table, batch=batch, head=head, live=base)
+    far = _Far.of(boundary, table, batch)
+    if far is not None:
+        base["staging"] = _RING_BYTES
+    walk = _Walk(table=table, batch=batch, head=head, far=far, live=base)
     walk.add({"other": batch.microbatches * state.batch_bytes(batch.tokens)})
     yield walk.moment("init", None, "taking the batch")
     yield from walk.through(table.first)
@@ -65,6 +76,42 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, *, master: bo
     yield walk.moment("resume", None, "reading tensors", {"staging": state.resume_bytes(tensors, master=master)})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Far:
+    """Boundaries that wait in far memory."""
+
+    boundaries: Boundaries
+    boundary_bytes: int
+
+    @classmethod
+    def of(cls, method: Boundary, table: LayerTable, batch: BatchShape) -> "_Far | None":
+        """Return which boundaries `method` sends away, None where it sends none."""
+        if not isinstance(method, Offload):
+            return None
+        num_layers, nbytes = len(table.layers), batch.tokens * table.head.hidden_size * table.head.itemsize
+        depth = Depth(num_boundaries=num_layers, boundary_bytes=nbytes)
+        slots = (method.disk or 0) // depth.slot_bytes
+        boundaries = Boundaries(num_boundaries=num_layers, num_slots=slots, every=method.every)
+        return cls(boundaries=boundaries, boundary_bytes=nbytes)
+
+    def away(self, part: Part, layer: int | None, phase: str) -> int:
+        """Return the bytes that are not on the device while a layer, or what follows the last one, is at work.
+
+        The first boundary is the embedding's output, which transformers holds for as long as its layers run forward.
+        """
+        last = self.boundaries.num_boundaries - 1
+        layer = last if layer is None else layer
+        embedded = phase == "forward" and layer > 0 and self.boundaries.goes(0)
+        match part:
+            case "forward" | "turn":
+                here = self.boundaries.in_forward(layer) + embedded
+            case "backward":
+                here = self.boundaries.in_backward(layer)
+            case "enter" | "leave":
+                return 0
+        return (layer + 1 - here) * self.boundary_bytes
+
+
 @dataclass(slots=True, kw_only=True)
 class _Walk:
     """Goes through passes and knows what is alive."""
@@ -72,6 +119,7 @@ class _Walk:
     table: LayerTable
     batch: BatchShape
     head: HeadBytes
+    far: _Far | None
     live: Sizes
 
     def add(self, sizes: Sizes) -> None:
@@ -82,12 +130,11 @@ class _Walk:
 
     def through(self, which: Pass) -> Iterator[Moment]:
         """Yield the moments of one pass."""
-        for layer, leg in which.walk(self.table.layers):
-            doing = "the head" if leg.phase == "head" else "around the layers" if layer is None else "inside"
-            for peak in ({}, *leg.peaks) if leg.phase else ():
-                yield self.moment(leg.phase, layer, doing, self._at(peak))
-            self.add(self._at(leg.change))
-            yield from self._then(leg, layer, trained=bool(which.leave))
+        trained = bool(which.leave)
+        for part, layer, leg in which.walk(self.table.layers):
+            away = self.far.away(part, layer, leg.phase) if self.far is not None and trained else 0
+            for moment in self._leg(leg, layer, trained=trained):
+                yield replace(moment, sizes=_sum(moment.sizes, {"boundaries": -away})) if away else moment
 
     def skip(self, which: Pass, times: int) -> None:
         """Leave behind what a pass does, several times."""
@@ -96,6 +143,13 @@ class _Walk:
             pass
         change = _sum(self.live, {name: -size for name, size in before.items()})
         self.live = _sum(before, {name: size * times for name, size in change.items()})
+
+    def _leg(self, leg: Leg, layer: int | None, *, trained: bool) -> Iterator[Moment]:
+        doing = "the head" if leg.phase == "head" else "around the layers" if layer is None else "inside"
+        for peak in ({}, *leg.peaks) if leg.phase else ():
+            yield self.moment(leg.phase, layer, doing, self._at(peak))
+        self.add(self._at(leg.change))
+        yield from self._then(leg, layer, trained=trained)
 
     def _then(self, leg: Leg, layer: int | None, *, trained: bool) -> Iterator[Moment]:
         """Yield the moment of what follows a leg, and leave behind what stays of it."""

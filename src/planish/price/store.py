@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.decode import method_name
-from planish.methods import Plain, Plan
+from planish.methods import Checkpoint, Offload, Plain, Plan
 from planish.price.table import LayerTable
 
 _FORMAT = 1
@@ -74,7 +74,8 @@ def cached(folder: Path, facts: Mapping[str, Any]) -> TableFile:
 
 def table_name(plan: Plan, *, dtype: str, rows: int) -> str:
     """Return what the table for a plan, a dtype and (with plain attention) a number of rows is called."""
-    methods = (plan.attention, plan.dispatch, plan.boundary)
+    boundary = Checkpoint() if isinstance(plan.boundary, Offload) else plan.boundary
+    methods = (plan.attention, plan.dispatch, boundary)
     words = [dtype.removesuffix("-pure"), *(method_name(type(each)) for each in methods)]
     return " ".join([*words, f"{rows} rows"] if isinstance(plan.attention, Plain) else words)
 

@@ -62,6 +62,7 @@ class Leg:
 
 
 Legs = tuple[Leg, ...]
+Part = Literal["enter", "forward", "turn", "backward", "leave"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +83,15 @@ class Pass:
     backward: tuple[Legs, ...]
     leave: Legs
 
-    def walk(self, layers: tuple[int, ...]) -> Iterator[tuple[int | None, Leg]]:
-        """Yield every leg of a model with these kinds of layers, in order, with the number of its layer."""
-        yield from ((None, leg) for leg in self.enter)
+    def walk(self, layers: tuple[int, ...]) -> Iterator[tuple[Part, int | None, Leg]]:
+        """Yield every leg of a model with these kinds of layers, in order, with its part and its layer's number."""
+        yield from (("enter", None, leg) for leg in self.enter)
         for index, kind in enumerate(layers):
-            yield from ((index, leg) for leg in self.forward[kind])
-        yield from ((None, leg) for leg in self.turn)
+            yield from (("forward", index, leg) for leg in self.forward[kind])
+        yield from (("turn", None, leg) for leg in self.turn)
         for index, kind in reversed(list(enumerate(layers))):
-            yield from ((index, leg) for leg in self.backward[kind])
-        yield from ((None, leg) for leg in self.leave)
+            yield from (("backward", index, leg) for leg in self.backward[kind])
+        yield from (("leave", None, leg) for leg in self.leave)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

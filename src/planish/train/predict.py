@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import UsageError
-from planish.methods import Offload, Plan
+from planish.methods import Checkpoint, Offload, Plan
 from planish.models.builtin import cache_folder, model_folder
 from planish.plan.estimate import Estimate, PhasePrice, estimate
 from planish.price.store import TableFile, cached, preset, table_name
@@ -80,8 +80,6 @@ def keeps_master(run: RunFile) -> bool:
 
 def read_table(run: RunFile) -> LayerTable | None:
     """Return the table that is at hand for `run`, without torch; None where there is none."""
-    if isinstance(run.plan.boundary, Offload):
-        return None
     tree = config_tree(run.model)
     return None if tree is None else _file(run, tree).read(_name(run))
 
@@ -89,7 +87,7 @@ def read_table(run: RunFile) -> LayerTable | None:
 def table_of(run: RunFile, say: Say) -> LayerTable | None:
     """Return the table for `run`, fitted and kept where it is not at hand; None where its layers cannot be one."""
     table = read_table(run)
-    if table is not None or isinstance(run.plan.boundary, Offload):
+    if table is not None:
         return table
     say("fitting this model's table of bytes (seconds, once) ...")
 
@@ -97,8 +95,10 @@ def table_of(run: RunFile, say: Say) -> LayerTable | None:
     from planish.train.layer_table import fit_table
 
     config = load_config(run.model, context=run.data.context)
+    offloads = isinstance(run.plan.boundary, Offload)
+    plan = replace(run.plan, boundary=Checkpoint()) if offloads else run.plan
     try:
-        table = fit_table(config, run.model, run.plan, rows=run.rows_per_microbatch)
+        table = fit_table(config, run.model, plan, rows=run.rows_per_microbatch)
     except UsageError:
         raise
     except (ValueError, RuntimeError) as error:
