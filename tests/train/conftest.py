@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+# OpenMP's threads do not survive a fork: a child that asks for the pool waits for ever.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 def run_in_child(work: Callable[[], Any]) -> Any:

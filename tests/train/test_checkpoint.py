@@ -520,6 +520,15 @@ def exit_code(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.fixture
+def one_thread():
+    """What a forked child is held to as well: more threads may sum in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def check_kills(folder, num_kills):
     path, rng = folder / "killed", random.Random(0)
     ready, write = os.pipe()
@@ -538,12 +547,12 @@ def check_kills(folder, num_kills):
     assert (path / "metrics.jsonl").read_bytes() == (folder / "undisturbed" / "metrics.jsonl").read_bytes()
 
 
-def test_a_run_survives_kills(quick_path):
+def test_a_run_survives_kills(quick_path, one_thread):
     check_kills(quick_path, 3)
 
 
 @pytest.mark.slow
-def test_a_run_survives_many_kills(quick_path):
+def test_a_run_survives_many_kills(quick_path, one_thread):
     check_kills(quick_path, 40)
 
 

@@ -47,7 +47,8 @@ def read_run(path: Path | None, settings: list[tuple[str, Any]]) -> RunFile:
 
 
 def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:
-    """Train `run` in its folder, with memory handed back to the system as tensors are freed."""
+    """Train `run` in its folder, in one order of summation, with memory handed back to the system as it is freed."""
+    import torch
     import transformers
 
     from planish.cli.progress import RunView
@@ -58,6 +59,8 @@ def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:
     from planish.train.session import run_training
 
     fix_malloc_thresholds()
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     meter = ProcessMeter(run_device())
     transformers.utils.logging.disable_progress_bar()
     with open_run_folder(run.save.dir, resume=resume, overwrite=overwrite) as folder, RunView() as view:
