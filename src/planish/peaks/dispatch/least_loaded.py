@@ -39,7 +39,7 @@ class Balance:
 
 
 def native_bounds(num_experts: int, num_ranks: int) -> tuple[int, ...]:
-    """Return the first expert of each rank, and the number of experts; where it does not divide, the first hold more."""
+    """Return the first expert of each rank, and the number of experts; the first hold more where it is uneven."""
     each, more = divmod(num_experts, num_ranks)
     return tuple(rank * each + min(rank, more) for rank in range(num_ranks + 1))
 
