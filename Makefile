@@ -21,7 +21,7 @@ check: $(READY)
 nightly: check
 	$(RUN)/python -m pytest -m "slow or not slow" --timeout 3600
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt src/planish/kernels/bitmap.cpp
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "planish needs Python 3.11 or newer; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'

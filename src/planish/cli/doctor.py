@@ -31,6 +31,7 @@ def findings() -> list[tuple[str, str]]:
     """Return (subject, what was found), a line each."""
     import torch
 
+    from planish.kernels import bitmap_native
     from planish.memory import allocator
     from planish.memory.meter import ProcessMeter
     from planish.models.builtin import BUILT_IN, cache_folder
@@ -45,6 +46,7 @@ def findings() -> list[tuple[str, str]]:
             "processor",
             f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
         ),
+        ("bitmap kernels", bitmap_native.describe()),
         ("memory", format_bytes(pages * page_bytes)),
         ("peak reset", "yes" if ProcessMeter().resettable else "no: VmHWM is the peak since the process began"),
         ("malloc", allocator.describe()),
