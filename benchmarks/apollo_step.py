@@ -16,7 +16,7 @@ from torch import Tensor
 from harness import Times, interleave, write_result
 from planish.optim import Apollo
 from planish.peaks.optim.adamw import AdamW
-from planish.peaks.optim.apollo_shape import MatrixShape
+from planish.price.apollo import MatrixShape
 
 SHAPES = [(768, 768)] * 28 + [(2048, 768)] * 14 + [(768, 2048)] * 7
 SEED = 0

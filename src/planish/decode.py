@@ -41,8 +41,8 @@ def encode(value: Any) -> Any:
 
 
 def method_name(cls: type) -> str:
-    """Return the tag of a method's dataclass: its name in kebab case."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", cls.__name__).lower()
+    """Return the tag of a method's dataclass: its name in kebab case (`StreamAdamW`: "stream-adamw")."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "-", cls.__name__).lower()
 
 
 def nearest(word: str, known: typing.Iterable[str]) -> str:

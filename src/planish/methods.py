@@ -1,5 +1,6 @@
 """The choices: one frozen dataclass per way to bound a peak, and `Plan`, one choice per peak."""
 
+import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,10 +64,54 @@ class Offload:
     every: Count = 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    """Both moments of every parameter and the fp32 master of a narrower one stay on the device: the plain way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apollo:
+    """Another optimizer, which approximates AdamW: moments of a random projection scale the raw gradient (APOLLO).
+
+    It takes the matrices and experts inside the layers; embedding, head, routers and vectors take AdamW. As it is here
+    it is APOLLO-Mini; the paper's APOLLO has a `proj_rank` of a quarter of the width and `granularity` "channel".
+
+    Attributes:
+        proj_rank: Rows of the projection.
+        granularity: Factors by "channel", or one by "tensor".
+        alpha: Scale of the update; default: sqrt(smaller dimension / proj_rank), so that AdamW's learning rate fits.
+        limiter: What bounds the growth of the update's norm: "safe", "paper", or "off".
+        update_gap: Steps between two projections.
+        projection: "rademacher" signs, or the paper's "gaussian".
+        refresh: "keep" carries both moments over to a new projection, "reset" begins the first anew.
+        seed: Of all projections.
+        in_backward: Each weight is updated as soon as its gradient is there, and the gradient freed (layer-wise).
+        weights: "int8" keeps the projected matrices in one byte a weight (Q-APOLLO); default: as `model.dtype` says.
+    """
+
+    proj_rank: Count = 1
+    granularity: Literal["channel", "tensor"] = "tensor"
+    alpha: float | None = None
+    limiter: Literal["safe", "paper", "off"] = "safe"
+    update_gap: Count = 200
+    projection: Literal["rademacher", "gaussian"] = "rademacher"
+    refresh: Literal["keep", "reset"] = "keep"
+    seed: int = 0
+    in_backward: bool = False
+    weights: Literal["int8"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.alpha is not None and not 0 < self.alpha < math.inf:
+            raise ValueError(f"`plan.optim.alpha` must be a number above 0, got {self.alpha}; leave it out for auto.")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"`plan.optim.seed` must be in [0, 2^63), got {self.seed}.")
+
+
 Attention = Plain | Packed
 Vocab = Plain | Blocked
 Dispatch = Plain | Batched
 Boundary = Plain | Checkpoint | Offload
+Optim = AdamW | Apollo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +128,12 @@ class Plan:
     vocab: Vocab = field(default_factory=Blocked)
     dispatch: Dispatch = field(default_factory=Plain)
     boundary: Boundary = field(default_factory=Checkpoint)
+    optim: Optim = field(default_factory=AdamW)
 
     @classmethod
     def plain(cls) -> Self:
         """Return the plan in which nothing is bounded: plain PyTorch and transformers."""
-        return cls(attention=Plain(), vocab=Plain(), dispatch=Plain(), boundary=Plain())
+        return cls(attention=Plain(), vocab=Plain(), dispatch=Plain(), boundary=Plain(), optim=AdamW())
 
     def to_toml(self) -> str:
         """Return the plan as the `[plan.*]` tables of a run file."""
@@ -103,3 +149,10 @@ class Plan:
             UsageError: Text that is not TOML, an unknown peak, method or setting.
         """
         return decode(cls, tomllib.loads(text).get("plan", {}), "plan")
+
+    @property
+    def approximations(self) -> tuple[str, ...]:
+        """A sentence for each method that changes what is learned; none in the default plan."""
+        if isinstance(self.optim, AdamW):
+            return ()
+        return ("`plan.optim` = apollo is another optimizer than AdamW: its steps approximate AdamW's.",)

@@ -11,7 +11,7 @@ import tomli_w
 
 from planish.decode import Bytes, Count, decode, encode
 from planish.errors import UsageError
-from planish.methods import Plan
+from planish.methods import Apollo, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +194,12 @@ class RunFile:
             raise ValueError(
                 f"`train.global_tokens` ({train.global_tokens}) must be a multiple of `data.context` x "
                 f"`train.grad_accum` ({context} x {train.grad_accum}); try {near}."
+            )
+        optim = self.plan.optim
+        if isinstance(optim, Apollo) and optim.in_backward and train.clip:
+            raise ValueError(
+                f"`train.clip` ({train.clip}) cannot be kept with `plan.optim.in_backward`, where no gradient waits "
+                "for the norm of all; set `train.clip = 0`, `plan.optim.limiter` bounds each update's growth."
             )
 
     @property

@@ -6,8 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planish.memory.ledger import Ledger
 from planish.optim import Apollo
-from planish.peaks.optim.apollo_random import MAKING_BYTES
-from planish.peaks.optim.apollo_shape import CPU_BLOCK, MatrixShape, workspace_bytes
+from planish.price.apollo import CPU_BLOCK, MatrixShape, making_bytes, workspace_bytes
 
 SHAPES = [(300, 1200), (1200, 300), (300, 300), (4, 200, 700), (1500, 700)]
 METHODS = {
@@ -83,7 +82,8 @@ def test_peak_of_a_step_is_the_workspace_and_no_temporary_of_a_weights_size(meth
         narrow_grad=narrow,
         narrow_weight=narrow and not master,
     )
-    moment = max(4 * 6 * max(each.channels for each in matrices), MAKING_BYTES * max(each.dim for each in matrices))
+    making = making_bytes(max(each.dim for each in matrices), options["proj_rank"], normal=False)
+    moment = max(4 * 6 * max(each.channels for each in matrices), making)
     peak = peak_of_a_step(method, dtype, master)
     assert expected <= peak <= expected + moment
     with FakeTensorMode():

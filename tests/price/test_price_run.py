@@ -22,6 +22,7 @@ PLAIN_HEAD, RECOMPUTE = ("plan.vocab", "plain"), ("plan.vocab.strategy", "recomp
 IN_FORWARD = ("plan.vocab.strategy", "gradients-in-forward")
 BATCHED = ("plan.dispatch", "batched")
 ROWS = [("train.global_tokens", 2 * 3 * 64), ("train.grad_accum", 3)]
+RESET = ("plan.optim.refresh", "reset")
 CASES = {
     "tied": ("llama", [FP32], DEEP),
     "untied, kept, plain head": ("llama", [BF16, KEPT, PLAIN_HEAD], UNTIED | DEEP),
@@ -29,6 +30,15 @@ CASES = {
     "experts grouped": ("qwen3-moe", [BF16, IN_FORWARD], MIXED),
     "windows and softcap": ("gemma2", [BF16, ("train.global_tokens", 128)], DEEP),
 }
+APOLLO = {
+    "mini": ("llama", [BF16, KEPT, ("plan.optim", "apollo")], UNTIED | DEEP),
+    "mini pure": ("qwen3", [PURE, ("plan.optim", "apollo"), *ROWS], DEEP),
+}
+APOLLO_EXPERTS = (
+    "qwen3-moe",
+    [FP32, BATCHED, ("plan.optim.granularity", "channel"), ("plan.optim.proj_rank", 8), RESET],
+    DEEP,
+)
 MORE = {
     "experts batched": ("qwen3-moe", [FP32, BATCHED, KEPT], DEEP),
     "windows and softcap, plain head": ("gemma2", [FP32, KEPT, PLAIN_HEAD], DEEP),
@@ -59,6 +69,20 @@ def assert_equal(run):
 def test_the_price_is_the_dry_run(run_of, case):
     family, settings, config = (CASES | MORE)[case]
     assert_equal(run_of(family, *settings, **config))
+
+
+@pytest.mark.parametrize("case", [*APOLLO, pytest.param("by channel, with experts", marks=pytest.mark.slow)])
+def test_apollo_is_priced_as_its_dry_run_but_for_what_its_step_holds_for_a_moment(run_of, case):
+    family, settings, config = APOLLO.get(case, APOLLO_EXPERTS)
+    run = run_of(family, *settings, **config)
+    shape = replace(batch_shape(run), num_valid=run.tokens_per_microbatch, split=False)
+    price = estimate(table_of(run, silent), shape, run.plan, master=keeps_master(run))
+    dry = dry_run(run, batches=[full_batch(shape) for _ in range(run.train.grad_accum + 1)])
+    for phase, peak in dry.phases.items():
+        allowed = 48 * 320 if phase == "optimizer" else SCALARS
+        assert 0 <= price.phases[phase].peak_bytes - peak.peak_bytes <= allowed, phase
+    state = price.phases["init"].categories["optimizer state"]
+    assert state == dry.phases["forward"].categories["optimizer state"]
 
 
 @pytest.mark.parametrize("disk", ["1MiB", "9KiB"])

@@ -1,5 +1,6 @@
 """What lives from the first step to the last, by the dtype contract."""
 
+from planish.methods import AdamW
 from planish.price.state import adamw_bytes, batch_bytes, parameter_bytes, update_bytes
 from planish.shapes import TensorShape
 
@@ -18,9 +19,9 @@ def test_the_dtype_contract():
 
 
 def test_an_update_adds_one_fp32_gradient_where_parameters_are_narrower():
-    assert update_bytes(tensors(2), master=True, microbatches=1) == 70 * 4 + 2
-    assert update_bytes(tensors(2), master=False, microbatches=1) < 70 * 2
-    assert update_bytes(tensors(4), master=True, microbatches=1) < 70 * 4
+    assert update_bytes(tensors(2), AdamW(), master=True, microbatches=1) == 70 * 4 + 2
+    assert update_bytes(tensors(2), AdamW(), master=False, microbatches=1) < 70 * 2
+    assert update_bytes(tensors(4), AdamW(), master=True, microbatches=1) < 70 * 4
 
 
 def test_a_batch_is_three_whole_numbers_a_token():

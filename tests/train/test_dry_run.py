@@ -14,6 +14,8 @@ from planish.train.loop import train_step
 from planish.train.run_folder import open_run_folder
 from planish.train.session import optimizer_tensors
 
+CHANNEL = ("plan.optim.granularity", "channel")
+IN_BACKWARD, NO_CLIP = ("plan.optim.in_backward", True), ("train.clip", 0)
 CASES = {
     "dense fp32": ("llama", []),
     "dense bf16": ("llama", [("model.dtype", "bf16")]),
@@ -33,6 +35,12 @@ CASES = {
         "qwen3",
         [("plan.boundary", "offload"), ("plan.boundary.disk", "8KiB"), ("model.dtype", "bf16")],
     ),
+    "apollo by channel, pure": ("qwen3", [("plan.optim.proj_rank", 16), CHANNEL, ("model.dtype", "bf16-pure")]),
+    "apollo with experts": (
+        "qwen3-moe",
+        [("plan.optim.proj_rank", 4), ("plan.optim.refresh", "reset"), ("plan.dispatch", "batched")],
+    ),
+    "apollo in backward, accumulation": ("llama", [IN_BACKWARD, NO_CLIP, CHANNEL, ("train.grad_accum", 2)]),
     "one document a row": ("llama", [("data.pack", "none")]),
 }
 

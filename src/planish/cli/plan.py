@@ -156,6 +156,7 @@ def _to_tree(answer: Answer) -> dict[str, Any]:
         "source": "table" if answer.prediction.table is not None else "dry run",
         "plan": encode(run.plan),
         "assumed": list(answer.notes),
+        "approximations": list(run.plan.approximations),
     }
     if answer.plain is not None:
         tree["plain"] = {"peak_bytes": answer.plain.peak_bytes, "peak_phase": answer.plain.peak_phase}
@@ -179,7 +180,7 @@ def _show(answer: Answer) -> int:
         f"peak {format_bytes(found.peak_bytes)} in {found.peak_phase}, {found.phases[found.peak_phase].where}"
     )
     console.print(f"held by {found.owners}")
-    for sentence in (*answer.notes, *_verdict(answer)):
+    for sentence in (*answer.notes, *run.plan.approximations, *_verdict(answer)):
         console.print(sentence)
     plan = run.plan if answer.choice is None else answer.choice.plan
     console.print(f"\n{plan.to_toml()}", markup=False, end="")

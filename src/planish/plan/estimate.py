@@ -73,12 +73,12 @@ def estimate(table: LayerTable, batch: BatchShape, plan: Plan, *, master: bool) 
     Args:
         table: The model's layers under the plan's attention, dispatch and boundary, in the run's dtype.
         batch: One step's input.
-        plan: Names the head's method.
+        plan: Names the methods of head, boundaries and optimizer.
         master: Whether the optimizer keeps fp32 masters of narrower parameters.
     """
     worst: dict[str, Moment] = {}
     head = head_bytes(table.head, batch, plan.vocab)
-    for moment in moments(table, batch, head, plan.boundary, master=master):
+    for moment in moments(table, batch, head, plan, master=master):
         if moment.phase not in worst or moment.total_bytes > worst[moment.phase].total_bytes:
             worst[moment.phase] = moment
     return Estimate(

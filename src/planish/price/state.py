@@ -1,7 +1,10 @@
 """What lives from the first step to the last, and what updating it takes: parameters, gradients, optimizer state."""
 
 from collections.abc import Sequence
+from typing import assert_never
 
+from planish.methods import AdamW, Apollo, Optim
+from planish.price.apollo import MatrixShape, making_bytes, projected_names, workspace_bytes
 from planish.price.tally import Tally
 from planish.shapes import TensorShape
 
@@ -28,6 +31,28 @@ def adamw_bytes(tensors: Sequence[TensorShape], *, master: bool) -> int:
     return total
 
 
+def optimizer_bytes(tensors: Sequence[TensorShape], optim: Optim, *, master: bool) -> int:
+    """Return the bytes of all state that lives from step to step, by method."""
+    match optim:
+        case AdamW():
+            return adamw_bytes(tensors, master=master)
+        case Apollo():
+            projected, rest = split(tensors, optim)
+            total = adamw_bytes(rest, master=master)
+            for each in projected:
+                matrix, widened = MatrixShape.of(each.shape), master and each.itemsize < _WIDE
+                total += each.count * matrix.state_bytes(optim.proj_rank, refresh=optim.refresh, master=widened)
+            return total
+        case _:
+            assert_never(optim)
+
+
+def split(tensors: Sequence[TensorShape], optim: Apollo) -> tuple[list[TensorShape], list[TensorShape]]:
+    """Return (what APOLLO projects, the rest)."""
+    names = projected_names({each.name: each.shape for each in tensors}, optim.proj_rank)
+    return [each for each in tensors if each.name in names], [each for each in tensors if each.name not in names]
+
+
 def resume_bytes(tensors: Sequence[TensorShape], *, master: bool) -> int:
     """Return the most that reading a checkpoint adds: one tensor of parameters or state, and the one before it."""
     return 2 * max(each.numel * (_WIDE if master else each.itemsize) for each in tensors)
@@ -38,8 +63,8 @@ def batch_bytes(tokens: int) -> int:
     return tokens * _BATCH_TOKEN_BYTES
 
 
-def update_bytes(tensors: Sequence[TensorShape], *, master: bool, microbatches: int) -> int:
-    """Return the most that an optimizer step adds: every gradient's norm, or one gradient in fp32."""
+def update_bytes(tensors: Sequence[TensorShape], optim: Optim, *, master: bool, microbatches: int) -> int:
+    """Return the most that an optimizer step adds: every gradient's norm, one gradient in fp32, or APOLLO's buffers."""
     tally = Tally()
     norms = sum(each.count * each.itemsize for each in tensors)
     scalar = max(each.itemsize for each in tensors)
@@ -47,5 +72,20 @@ def update_bytes(tensors: Sequence[TensorShape], *, master: bool, microbatches: 
     tally.drop("norms", "stacked")
     tally.spike(_WIDE * (microbatches + 1))
     tally.spike(3 * scalar)
-    tally.spike(max(each.numel * _WIDE if master and each.itemsize < _WIDE else 0 for each in tensors))
+    projected, rest = split(tensors, optim) if isinstance(optim, Apollo) else ([], tensors)
+    tally.spike(max((each.numel * _WIDE if master and each.itemsize < _WIDE else 0 for each in rest), default=0))
+    if isinstance(optim, Apollo):
+        tally.spike(_apollo_bytes(projected, optim, master=master))
     return tally.peak_bytes
+
+
+def _apollo_bytes(projected: Sequence[TensorShape], optim: Apollo, *, master: bool) -> int:
+    """Return what APOLLO's buffers hold, and what lives for a moment beside them: six numbers a channel at most."""
+    matrices = [MatrixShape.of(each.shape) for each in projected]
+    narrow, by_channel = any(each.itemsize < _WIDE for each in projected), optim.granularity == "channel"
+    buffers = workspace_bytes(
+        matrices, optim.proj_rank, by_channel=by_channel, narrow_grad=narrow, narrow_weight=narrow and not master
+    )
+    factors = 6 * _WIDE * max(each.channels if by_channel else 1 for each in matrices)
+    dim = max(each.dim for each in matrices)
+    return buffers + max(factors, making_bytes(dim, optim.proj_rank, normal=optim.projection == "gaussian"))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planish.methods import Boundary, Offload
+from planish.methods import Boundary, Offload, Plan
 from planish.price import attention, state
 from planish.price.boundary import Boundaries, Depth
 from planish.price.head import HeadBytes
@@ -39,25 +39,23 @@ class Moment:
         return sum(self.sizes.values())
 
 
-def moments(
-    table: LayerTable, batch: BatchShape, head: HeadBytes, boundary: Boundary, *, master: bool
-) -> Iterator[Moment]:
+def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *, master: bool) -> Iterator[Moment]:
     """Yield moments of one optimizer step, one evaluation and one checkpoint; the peak of every phase is among them.
 
     Args:
         table: The model's layers under the plan's attention, dispatch and boundary (checkpointed where they offload).
         batch: The step's input.
         head: The head by the plan's method, for one microbatch.
-        boundary: The plan's method for boundaries.
+        plan: Names the methods for boundaries and optimizer.
         master: Whether the optimizer keeps fp32 masters of narrower parameters.
     """
     tensors = table.tensors
     base = {
         "parameters": state.parameter_bytes(tensors),
-        "optimizer state": state.adamw_bytes(tensors, master=master),
+        "optimizer state": state.optimizer_bytes(tensors, plan.optim, master=master),
         "other": table.buffers_bytes,
     }
-    far = _Far.of(boundary, table, batch)
+    far = _Far.of(plan.boundary, table, batch)
     if far is not None:
         base["staging"] = _RING_BYTES
     walk = _Walk(table=table, batch=batch, head=head, far=far, live=base)
@@ -67,7 +65,7 @@ def moments(
     if batch.microbatches > 1:
         walk.skip(table.later, batch.microbatches - 2)
         yield from walk.through(table.later)
-    update = state.update_bytes(tensors, master=master, microbatches=batch.microbatches)
+    update = state.update_bytes(tensors, plan.optim, master=master, microbatches=batch.microbatches)
     yield walk.moment("optimizer", None, "updating the parameters", {"staging": update})
     walk.live = base
     yield from walk.through(table.evaluation)

@@ -11,7 +11,9 @@ from planish.errors import NotFinite
 from planish.train.engine import Engine
 
 
-def refuse_non_finite(engine: Engine, step: int, *, loss: float, grad_norm: float, batches: list[Batch]) -> None:
+def refuse_non_finite(
+    engine: Engine, step: int, *, loss: float, grad_norm: float, batches: list[Batch], updated: bool = False
+) -> None:
     """Raise NotFinite when the loss or the gradient norm is NaN or infinite, naming where it began."""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
@@ -24,8 +26,9 @@ def refuse_non_finite(engine: Engine, step: int, *, loss: float, grad_norm: floa
         )
         place = next(bad, "the sum of all gradients")
         what = f"the gradient norm is {grad_norm}"
+    weights = "some weights were updated" if updated else "the weights were not updated"
     raise NotFinite(
-        f"step {step}: {what}, first in {place}; the weights were not updated and the last checkpoint is intact. "
+        f"step {step}: {what}, first in {place}; {weights} and the last checkpoint is intact. "
         "Lower `train.lr`, or look at this step's data."
     )
 

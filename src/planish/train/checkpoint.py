@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from planish.decode import encode
 from planish.errors import CheckpointCorrupt, UsageError
 from planish.methods import Plan
 from planish.train.model_folder import config_difference, weights_of, write_model
@@ -27,6 +28,7 @@ from planish.train.tensor_files import describe, difference, load_tensors, save_
 
 _NAME = re.compile(r"step-(\d{8,})")
 _MANIFEST = "manifest.json"
+_PROJECTION = ("proj_rank", "granularity", "update_gap", "projection", "refresh", "seed", "weights")
 _OWN = "weights/"  # in `state/`: weights as they lie in memory
 
 
@@ -111,6 +113,7 @@ def save(
                 "rng": _rng_state(),
                 "versions": _versions(),
                 "plan_sha256": _digest(plan.to_toml()),
+                "optim": encode(plan)["optim"],
                 "tokenizer_sha256": _tokenizer_digest(tokenizer),
             }
             (state / "state.json").write_text(json.dumps(facts, allow_nan=False), encoding="utf-8")
@@ -189,6 +192,7 @@ def load(
         _require_same("model", ref, difference(weights, saved_weights) or config_difference(model, ref.path))
         if facts["tokenizer_sha256"] != _tokenizer_digest(tokenizer):
             _require_same("tokenizer", ref, "its vocabulary or its rules differ")
+        _require_same("optimizer", ref, _projection_difference(plan, facts.get("optim", {})))
         _require_same("optimizer", ref, difference(optimizer, saved_optimizer))
         load_tensors(ref.path, {stored[name]: tensor for name, tensor in weights.items() if name in stored})
         load_tensors(ref.path / "state", _own(weights, stored) | optimizer)
@@ -209,6 +213,15 @@ def _require_same(what: str, ref: CheckpointRef, differing: str | None) -> None:
             f"checkpoint {ref.path} is of another {what}: {differing}; resume with the settings that wrote it, "
             "or start a new run folder."
         )
+
+
+def _projection_difference(plan: Plan, saved: Mapping[str, Any]) -> str | None:
+    """Return which option says that saved moments are of another projection than `plan`'s, or None where none does."""
+    here = encode(plan)["optim"]
+    for name in _PROJECTION:
+        if here.get(name) != saved.get(name):
+            return f"`plan.optim.{name}` is {saved.get(name)!r} in the checkpoint and {here.get(name)!r} here"
+    return None
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:

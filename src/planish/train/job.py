@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from planish.data.batch import Batch
@@ -13,9 +12,10 @@ from planish.data.feed import Feed, eval_batches, open_feed
 from planish.memory.ledger import Ledger
 from planish.models.load import load_model, load_tokenizer
 from planish.peaks.optim.adamw import AdamW
-from planish.runfile import RunFile, TrainSection
+from planish.runfile import RunFile
 from planish.train.engine import Engine, build_engine
 from planish.train.facts import MeasuredFacts
+from planish.train.optimizer import build_optimizer
 
 
 class BatchSource(Protocol):
@@ -96,28 +96,4 @@ def open_run_feed(run: RunFile, tokenizer: PreTrainedTokenizerBase) -> Feed:
         loss_on=data.loss_on,
         long_documents=data.long_documents,
         weights=data.weights,
-    )
-
-
-def build_optimizer(engine: Engine, run: RunFile) -> AdamW:
-    """Return AdamW over the engine's model with its state allocated, weight decay for matrices only."""
-    with engine.ledger.phase("init"):
-        optimizer = _adamw(engine.anatomy.model, run.train, master=run.model.dtype != "bf16-pure")
-        state = [tensor for each in optimizer.state.values() for tensor in each.values()]
-        engine.ledger.adopt(state, "optimizer state", owner="AdamW")
-    return optimizer
-
-
-def _adamw(model: nn.Module, train: TrainSection, *, master: bool) -> AdamW:
-    params = [param for param in model.parameters() if param.requires_grad]
-    matrices = [param for param in params if param.ndim >= 2]
-    vectors = [param for param in params if param.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    beta1, beta2 = train.betas
-    return AdamW(
-        [group for group in groups if group["params"]],
-        lr=train.lr,
-        betas=(beta1, beta2),
-        eps=train.eps,
-        master=master,
     )

@@ -26,9 +26,10 @@ from planish.train.dry_run import Replay
 from planish.train.engine import Engine, build_engine
 from planish.train.evaluate import evaluate
 from planish.train.facts import AssumedFacts
-from planish.train.job import Job, build_optimizer
+from planish.train.job import Job
 from planish.train.loop import train_step
 from planish.train.model_folder import published, weight_groups
+from planish.train.optimizer import build_optimizer
 
 _NAME = "planish-sizes"
 

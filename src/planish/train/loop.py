@@ -1,13 +1,16 @@
 """The training loop: batch -> layers -> head -> backward -> optimizer, one phase of memory after another."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from planish.errors import Interrupted
 from planish.memory.report import StepMemory
+from planish.methods import Apollo
 from planish.train.blame import refuse_non_finite
 from planish.train.job import Job
 from planish.train.schedule import learning_rate
@@ -42,7 +45,8 @@ def train(job: Job, *, first_step: int, hooks: Hooks) -> None:
 
     Raises:
         BudgetExceeded: From whichever operation allocated too much.
-        NotFinite: The loss or the gradient norm is NaN or infinite; the weights are those before the step.
+        NotFinite: The loss or the gradient norm is NaN or infinite; the weights are those before the step, but for
+            gradients that went into weights in backward.
         Interrupted: A stop was requested; a checkpoint was saved first.
     """
     settings = job.run
@@ -61,10 +65,15 @@ def train_step(job: Job, step: int) -> StepReport:
     """Run one optimizer step over `train.grad_accum` microbatches, normalised by their valid tokens together."""
     started, settings, engine = time.perf_counter(), job.run.train, job.engine
     ledger, facts = engine.ledger, engine.facts
+    in_backward = isinstance(job.run.plan.optim, Apollo) and job.run.plan.optim.in_backward
     ledger.start_step(step)
+    lr = learning_rate(settings, step)
+    for group in job.optimizer.param_groups:
+        group["lr"] = lr
     batches = [engine.take(job.feed.next()) for _ in range(settings.grad_accum)]
     num_valid = sum(batch.num_valid for batch in batches)
-    losses = []
+    losses: list[Tensor] = []
+    norms: list[Tensor] = []
     for batch in batches:
         with ledger.phase("forward"):
             hidden = engine.hidden(batch)
@@ -72,20 +81,21 @@ def train_step(job: Job, step: int) -> StepReport:
             loss = engine.head(hidden, batch.target, batch.num_valid)
             del hidden
         losses.append(loss.detach())
-        with ledger.phase("backward"):
+        with ledger.phase("backward"), ExitStack() as scope:
+            if in_backward and batch is batches[-1]:
+                mean_loss = facts.number(torch.stack(losses).sum()) / max(1, num_valid)
+                refuse_non_finite(engine, step, loss=mean_loss, grad_norm=0.0, batches=batches)
+                scope.enter_context(_updates(job, norms))
             (loss / max(1, num_valid)).backward()
             del loss
     with ledger.phase("optimizer"):
         params = [param for param in engine.anatomy.model.parameters() if param.grad is not None]
-        total_norm = torch.nn.utils.get_total_norm([param.grad for param in params])
+        total_norm = torch.nn.utils.get_total_norm(norms if in_backward else [param.grad for param in params])
         mean_loss = facts.number(torch.stack(losses).sum()) / max(1, num_valid)
         grad_norm = facts.number(total_norm)
-        refuse_non_finite(engine, step, loss=mean_loss, grad_norm=grad_norm, batches=batches)
+        refuse_non_finite(engine, step, loss=mean_loss, grad_norm=grad_norm, batches=batches, updated=in_backward)
         if settings.clip:
             torch.nn.utils.clip_grads_with_norm_(params, settings.clip, total_norm)
-        lr = learning_rate(settings, step)
-        for group in job.optimizer.param_groups:
-            group["lr"] = lr
         job.optimizer.step()
         job.optimizer.zero_grad(set_to_none=True)
     return StepReport(
@@ -98,6 +108,26 @@ def train_step(job: Job, step: int) -> StepReport:
         step_s=time.perf_counter() - started,
         memory=ledger.end_step(),
     )
+
+
+@contextmanager
+def _updates(job: Job, norms: list[Tensor]) -> Iterator[None]:
+    """Update each weight once its gradient is complete, in the backward pass inside; note the gradients' norms."""
+    params = [param for param in job.engine.anatomy.model.parameters() if param.requires_grad]
+
+    def note(param: Tensor) -> None:
+        norms.append(torch.linalg.vector_norm(param.grad).float())
+
+    handles = [param.register_post_accumulate_grad_hook(note) for param in params]
+    try:
+        with job.optimizer.update_in_backward():
+            yield
+            for param in params:
+                if param.grad is not None:  # of an earlier microbatch, and none of this one
+                    note(param)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _due(step: int, every: int, *, last: bool) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import UsageError
-from planish.methods import Checkpoint, Offload, Plan
+from planish.methods import Apollo, Checkpoint, Offload, Plan
 from planish.models.builtin import cache_folder, model_folder
 from planish.plan.estimate import Estimate, PhasePrice, estimate
 from planish.price.store import TableFile, cached, preset, table_name
@@ -80,14 +80,21 @@ def keeps_master(run: RunFile) -> bool:
 
 def read_table(run: RunFile) -> LayerTable | None:
     """Return the table that is at hand for `run`, without torch; None where there is none."""
+    if not is_tabled(run.plan):
+        return None
     tree = config_tree(run.model)
     return None if tree is None else _file(run, tree).read(_name(run))
+
+
+def is_tabled(plan: Plan) -> bool:
+    """Return whether tables say what a plan's layers hold: not where weights are updated in their backward pass."""
+    return not (isinstance(plan.optim, Apollo) and (plan.optim.in_backward or plan.optim.weights == "int8"))
 
 
 def table_of(run: RunFile, say: Say) -> LayerTable | None:
     """Return the table for `run`, fitted and kept where it is not at hand; None where its layers cannot be one."""
     table = read_table(run)
-    if table is not None:
+    if table is not None or not is_tabled(run.plan):
         return table
     say("fitting this model's table of bytes (seconds, once) ...")
 

@@ -59,6 +59,8 @@ def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMete
     Raises:
         PlanishError: Each of its kinds, as its exit code says; the last checkpoint is intact.
     """
+    for sentence in run.plan.approximations:
+        view.note(sentence)
     predicted = check_fit(run, view.note)
     ledger = Ledger(budget_bytes=run.memory.budget, on_exceed=run.memory.on_exceed)
     with ExitStack() as scope:

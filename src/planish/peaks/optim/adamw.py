@@ -55,7 +55,7 @@ class AdamW(torch.optim.Optimizer):
         group = self.param_groups[-1]
         for param in group["params"]:
             if param.requires_grad:
-                self.state[param] = _new_state(param, master=group["master"])
+                self.state[param] = new_state(param, master=group["master"])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -87,11 +87,12 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    _update(param, self.state[param], group)
+                    update(param, self.state[param], group)
         return loss
 
 
-def _new_state(param: Tensor, *, master: bool) -> dict[str, Tensor]:
+def new_state(param: Tensor, *, master: bool) -> dict[str, Tensor]:
+    """Return AdamW's state of one parameter."""
     dtype = torch.float32 if master else param.dtype
     state = {
         "step": torch.zeros((), dtype=torch.float32),
@@ -103,7 +104,8 @@ def _new_state(param: Tensor, *, master: bool) -> dict[str, Tensor]:
     return state
 
 
-def _update(param: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+def update(param: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    """Update one parameter and its state in place, by the options of its group."""
     master = state.get("master")
     weight = param if master is None else master
     beta1, beta2 = group["betas"]

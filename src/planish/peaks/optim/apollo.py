@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from planish.peaks.optim.adamw import AdamW, _new_state, _update
+from planish.peaks.optim import adamw, apollo_update
 from planish.peaks.optim.apollo_options import (
     ApolloOptions,
     Granularity,
@@ -18,15 +18,14 @@ from planish.peaks.optim.apollo_options import (
     translate_names,
 )
 from planish.peaks.optim.apollo_random import Projection
-from planish.peaks.optim.apollo_shape import Side
-from planish.peaks.optim.apollo_update import new_state, update
 from planish.peaks.optim.apollo_workspace import Workspace
 from planish.peaks.optim.int8_weight import Int8Weight
+from planish.price.apollo import Side
 
 _FIXED = ("proj_rank", "granularity", "side", "projection", "refresh", "update_gap", "seed")
 
 
-class Apollo(AdamW):
+class Apollo(adamw.AdamW):
     """APOLLO for the groups with a `proj_rank`, AdamW for the others, in one step.
 
     With G the gradient [A, B] of a weight whose smaller dimension is A (where it is B, everything is transposed),
@@ -215,9 +214,9 @@ class Apollo(AdamW):
 
     def _update(self, param: Tensor, group: dict[str, Any], options: ApolloOptions | None, work: Workspace) -> None:
         if options is not None and param.ndim >= 2:
-            update(param, param.grad, self.state[param], options, work)
+            apollo_update.update(param, param.grad, self.state[param], options, work)
         else:
-            _update(param, self.state[param], group)
+            adamw.update(param, self.state[param], group)
 
 
 def _options_of(group: dict[str, Any]) -> ApolloOptions | None:
@@ -228,9 +227,9 @@ def _options_of(group: dict[str, Any]) -> ApolloOptions | None:
 def _state_of(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     options = _options_of(group)
     if options is not None and param.ndim >= 2:
-        return new_state(param, options, master=group["master"])
+        return apollo_update.new_state(param, options, master=group["master"])
     if isinstance(param, Int8Weight):
         raise ValueError(
             "an int8 weight needs a group with a `proj_rank`: AdamW's state alone would be eight times it."
         )
-    return _new_state(param, master=group["master"])
+    return adamw.new_state(param, master=group["master"])

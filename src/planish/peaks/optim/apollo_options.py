@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from planish.peaks.optim.apollo_random import Projection
-from planish.peaks.optim.apollo_shape import MatrixShape, Side
+from planish.price.apollo import MatrixShape, Side
 
 Granularity = Literal["channel", "tensor"]
 Limiter = Literal["safe", "paper", "off"]

@@ -15,9 +15,6 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _BITS = 32
 
-MAKING_BYTES = 320
-"""Words, and the bits of 32 signs, that are alive while a column of up to 128 signs is made."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectionKey:
@@ -46,7 +43,7 @@ def make_projection(
     Element (i, j) comes from Philox4x32-10 at counter (j, i // elements per counter, epoch, dim) under the key `seed`:
     128 signs a counter, or 4 normals by Box and Muller.
 
-    Memory:    beyond the result, at most `MAKING_BYTES` for each column and 128 rows (normals: 30 times that).
+    Memory:    beyond the result, at most `price.apollo.making_bytes`: words and bits, or normals in float64.
     Exactness: signs are the same bits on every device and for every slice; normals are computed in float64, so
         devices differ in the last bit of float32 at most.
     """

@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from planish.peaks.optim.apollo_options import ApolloOptions
 from planish.peaks.optim.apollo_random import ProjectionKey
-from planish.peaks.optim.apollo_shape import NARROW_PRODUCT_RANK, MatrixShape
 from planish.peaks.optim.apollo_workspace import Workspace, block_elements
 from planish.peaks.optim.int8_weight import Int8Step, Int8Weight
+from planish.price.apollo import NARROW_PRODUCT_RANK, MatrixShape
 
 
 def new_state(param: Tensor, options: ApolloOptions, *, master: bool) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from planish.peaks.optim.apollo_random import ProjectionKey, make_projection
-from planish.peaks.optim.apollo_shape import CPU_BLOCK
+from planish.price.apollo import CPU_BLOCK
 
 _ACCELERATOR_BLOCK = 2**24
 

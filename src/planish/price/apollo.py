@@ -1,9 +1,12 @@
-"""How APOLLO sees a weight: which dimension is projected, and the bytes of its state as arithmetic."""
+"""How APOLLO sees a model: which weights and which dimension are projected, and every byte of it as arithmetic."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
+
+from planish.errors import UsageError
 
 Side = Literal["auto", "left", "right"]
 
@@ -12,6 +15,10 @@ CPU_BLOCK = 2**18
 
 NARROW_PRODUCT_RANK = 8
 """From this rank on, arithmetic takes the time, and bf16 gradients are projected in bf16."""
+
+_MAKING_SIGNS, _MAKING_NORMALS = 320, 9600
+_SIGNS = 128
+_IN_LAYER = re.compile(r"\.(\d+|\*)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,3 +111,39 @@ def workspace_bytes(
     block = max(each.block_rows(CPU_BLOCK) * each.cols for each in every)
     blocks = (by_channel or narrow_grad) + narrow_weight
     return (2 if narrow_product else 4) * projections + (10 if narrow_product else 8) * projected + 4 * blocks * block
+
+
+def making_bytes(dim: int, proj_rank: int, *, normal: bool) -> int:
+    """Return the most that is alive beside a projection that is made: of each column, the words of 128 rows."""
+    return (_MAKING_NORMALS if normal else _MAKING_SIGNS) * -(-proj_rank // _SIGNS) * dim
+
+
+def projected_names(shapes: Mapping[str, Sequence[int]], proj_rank: int) -> Collection[str]:
+    """Return which of a model's parameters a run projects: the matrices and the experts inside its layers.
+
+    Routers, norms, and what is a vector for each expert are matrices by their shape alone; AdamW has them.
+
+    Args:
+        shapes: Every parameter that trains by its path, in which `*` may stand for the layer's number.
+        proj_rank: Rows of the projection.
+
+    Raises:
+        UsageError: There is none, or one that is smaller than the projection.
+    """
+    inside = {name: tuple(shape) for name, shape in shapes.items() if _IN_LAYER.search(name)}
+    num_experts = {shape[0] for shape in inside.values() if len(shape) == 3}
+
+    def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+        plain = len(shape) == 2 and shape[0] not in num_experts and "norm" not in name
+        return (plain or len(shape) == 3) and min(shape[-2:]) > 1
+
+    found = {name: min(shape[-2:]) for name, shape in inside.items() if is_matrix(name, shape)}
+    if not found:
+        raise UsageError("`plan.optim` = apollo finds no matrix to train inside the model's layers; use adamw.")
+    smallest = min(found, key=lambda name: found[name])
+    if proj_rank > found[smallest]:
+        raise UsageError(
+            f"`plan.optim.proj_rank` ({proj_rank}) must not exceed the smaller dimension ({found[smallest]}) of "
+            f"`{smallest}` {list(inside[smallest])}; {found[smallest]} would do."
+        )
+    return found
