@@ -225,15 +225,25 @@ def load(path: Path | None, settings: list[tuple[str, Any]]) -> RunFile:
     Raises:
         UsageError: A file that cannot be read, an unknown key, or a value that is refused.
     """
-    tree = _read(path) if path is not None else {}
-    for name, value in settings:
-        _put(tree, name, value)
+    tree = load_tree(path, settings)
     try:
         return decode(RunFile, tree)
     except UsageError as error:
         if path is not None and not settings:
             raise UsageError(f"{path}: {error}") from error
         raise
+
+
+def load_tree(path: Path | None, settings: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the tables of the run file at `path` with `settings` laid over them, none of it looked at yet.
+
+    Raises:
+        UsageError: A file that cannot be read.
+    """
+    tree = _read(path) if path is not None else {}
+    for name, value in settings:
+        _put(tree, name, value)
+    return tree
 
 
 def split_flags(words: list[str]) -> tuple[list[tuple[str, Any]], list[str]]:

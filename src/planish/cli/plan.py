@@ -13,6 +13,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from planish.cli import pipeline
 from planish.cli.options import parse
 from planish.cli.train import read_run
 from planish.decode import encode
@@ -40,6 +41,13 @@ class Options:
     """Print one JSON object and nothing else, on either stream."""
     prove: bool = False
     """Run the very step on tensors without data too, and compare: exit 6 where a phase differs by more than 0.5 %."""
+    pipeline: bool = False
+    """Show the schedule of a pipeline instead (`mesh.pp` ranks, `plan.pipeline.method` and `.head`, `train.grad_accum`
+    microbatches): its time, its bubble, what each rank holds."""
+    svg: Path | None = None
+    """With --pipeline: draw the schedule into this file."""
+    actions: Path | None = None
+    """With --pipeline: write the schedule into this file, as text that `plan.pipeline.file` reads back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +83,13 @@ class Answer:
 def main(words: list[str]) -> int:
     """Run the verb."""
     if "--json" not in words:
-        options, settings = parse(Options, words, verb="plan")
+        options, settings = _parse(words)
+        if options.pipeline:
+            return pipeline.show(pipeline.answer(options.run, settings), svg=options.svg, actions=options.actions)
         return _show(_answer(options, settings, say=lambda sentence: sys.stderr.write(f"planish: {sentence}\n")))
     with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.redirect_stdout(io.StringIO()):
         try:
-            options, settings = parse(Options, words, verb="plan")
-            answer = _answer(options, settings, say=lambda _: None)
-            error = _error(answer)
-            tree = _to_tree(answer) | ({} if error is None else {"error": str(error)})
+            tree, error = _tree(*_parse(words))
         except PlanishError as refused:
             tree, error = {"error": str(refused)}, refused
         except SystemExit:
@@ -91,6 +98,25 @@ def main(words: list[str]) -> int:
     code = 0 if error is None else error.exit_code
     sys.stdout.write(json.dumps(tree | {"exit_code": code}) + "\n")
     return code
+
+
+def _parse(words: list[str]) -> tuple[Options, list[tuple[str, Any]]]:
+    options, settings = parse(Options, words, verb="plan")
+    if options.pipeline and options.prove:
+        raise UsageError("`--prove` runs the step of one process; leave it or `--pipeline` out.")
+    if not options.pipeline and (options.svg or options.actions):
+        raise UsageError("`--svg` and `--actions` are of a schedule; add `--pipeline`.")
+    return options, settings
+
+
+def _tree(options: Options, settings: list[tuple[str, Any]]) -> tuple[dict[str, Any], PlanishError | None]:
+    """Return the answer as plain data, and why the exit code is not 0."""
+    if options.pipeline:
+        found = pipeline.answer(options.run, settings)
+        return pipeline.to_tree(found, svg=options.svg, actions=options.actions), None
+    answer = _answer(options, settings, say=lambda _: None)
+    error = _error(answer)
+    return _to_tree(answer) | ({} if error is None else {"error": str(error)}), error
 
 
 def _answer(options: Options, settings: list[tuple[str, Any]], say: Say) -> Answer:

@@ -1,124 +1,119 @@
 """What `planish plan --pipeline` says: a schedule's step, bubble and memory by rank, its rivals, and its picture."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
-from planish.errors import UsageError
-from planish.pipeline.actions import COLLECTIVES, Head, Kind
 from planish.pipeline.choices import Pipeline
-from planish.pipeline.costs import Costs
 from planish.pipeline.draw import to_text
-from planish.pipeline.layers import redistribute
-from planish.pipeline.memory import Footprint, peak_bytes
+from planish.pipeline.memory import Footprint, in_flight, peak_bytes
+from planish.pipeline.schedule import Schedule
 from planish.pipeline.simulate import Timeline, simulate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """A model in units of one layer's forward, whose backward takes two.
-
-    Attributes:
-        layers: Layers of the model.
-        head_layers: The head, in layers: V / (12 D + 2 S).
-        embedding: IF, and as much IB.
-        transfer: A send, and as much a collective. The published 8-GPU runs measured 0.13 (0.35 of 2.65 ms).
-    """
-
-    layers: int
-    head_layers: float = 1.0
-    embedding: float = 0.15
-    transfer: float = 0.13
-
-    def __post_init__(self) -> None:
-        for name in ("head_layers", "embedding", "transfer"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"`{name}` must be 0 or more, got {getattr(self, name)}.")
-
-    def costs(self, pipeline: Pipeline, layers: Sequence[int]) -> Costs:
-        """Return what the passes of `pipeline` take with `layers` on its stages."""
-        shared = Head(pipeline.head).shared
-        on_last = 0.0 if shared else self.head_layers
-        forward = [*layers[:-1], layers[-1] + on_last]
-        passes: dict[Kind, Sequence[float]] = {Kind.F: forward, Kind.I: forward, Kind.W: forward}
-        passes[Kind.B] = [2 * each for each in forward]
-        if shared:
-            for kind, share in _head_shares(Head(pipeline.head)).items():
-                passes[kind] = [3 * self.head_layers * share / pipeline.ranks] * pipeline.ranks
-            passes[Kind.IF] = passes[Kind.IB] = [self.embedding] * pipeline.ranks
-        return Costs(passes=passes, send=self.transfer, collectives=dict.fromkeys(COLLECTIVES, self.transfer))
-
-
-def _head_shares(head: Head) -> dict[Kind, float]:
-    """Return the share of the head's three products (logits, their gradient, the weight's) that each pass computes."""
-    if head is Head.VOCAB_2:
-        return {Kind.S: 2 / 3, Kind.T: 1 / 3}
-    return {Kind.S: 1 / 3, Kind.E: 0.0, Kind.T: 2 / 3}
+from planish.pipeline.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a pipeline does with a workload: its timeline, and the layers' activations alive at each rank's peak."""
+    """What a schedule does with a workload.
 
-    pipeline: Pipeline
-    layers: tuple[int, ...]
+    Attributes:
+        schedule: With its communication.
+        timeline: When everything runs.
+        layers: Of each stage.
+        activations: Layers' activations alive at each rank's peak, a microbatch each.
+    """
+
+    schedule: Schedule
     timeline: Timeline
+    layers: tuple[int, ...]
     activations: tuple[int, ...]
 
+    @property
+    def layers_by_rank(self) -> list[list[int]]:
+        """The layers of each rank's stages."""
+        owned: list[list[int]] = [[] for _ in range(self.schedule.num_ranks)]
+        for layers, rank in zip(self.layers, self.schedule.stage_ranks, strict=True):
+            owned[rank].append(layers)
+        return owned
 
-def outcome(pipeline: Pipeline, workload: Workload) -> Outcome:
-    """Return what `pipeline` does with `workload`; a head on the last stage pushes layers off it.
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers as plain data."""
+        return {
+            "schedule": self.schedule.name,
+            "head": str(self.schedule.head),
+            "step": self.timeline.makespan,
+            "bubble": self.timeline.bubble,
+            "layers": self.layers_by_rank,
+            "busy": [busy / self.timeline.makespan for busy in self.timeline.busy],
+            "in_flight": list(in_flight(self.schedule)),
+            "activations": list(self.activations),
+        }
+
+
+def outcome(pipeline: Pipeline, workload: Workload, num_ranks: int) -> Outcome:
+    """Return what `pipeline` does with `workload`.
 
     Raises:
         UsageError: Fewer layers than stages, or a schedule that refuses its microbatches.
     """
-    on_last = 0.0 if Head(pipeline.head).shared else workload.head_layers
-    layers = redistribute(workload.layers, pipeline.num_stages, on_last)
-    costs = workload.costs(pipeline, layers)
-    schedule = pipeline.generate(costs)
-    activations = peak_bytes(schedule, Footprint(static=[0] * pipeline.ranks, activation=layers))
-    return Outcome(pipeline=pipeline, layers=layers, timeline=simulate(schedule, costs), activations=activations)
+    layers = workload.spread(num_ranks * pipeline.stages_per_rank, pipeline.place)
+    costs = workload.costs(layers, pipeline.place, num_ranks)
+    made = pipeline.generate(num_ranks=num_ranks, num_microbatches=workload.microbatches, costs=costs)
+    return outcome_of(made, workload)
 
 
-def outline(pipeline: Pipeline, workload: Workload, *, width: int = 120) -> str:
-    """Return `pipeline` in words, numbers and a picture, beside what its rivals would do with the same work.
+def outcome_of(schedule: Schedule, workload: Workload) -> Outcome:
+    """Return what `schedule`, whoever made it, does with `workload`.
 
     Raises:
-        UsageError: See `outcome`.
+        UsageError: Fewer layers than stages.
     """
-    chosen = outcome(pipeline, workload)
-    lines = [
-        f"{pipeline.schedule}, head {pipeline.head}: {pipeline.ranks} ranks, {workload.layers} layers, "
-        f"{pipeline.microbatches} microbatches; time in forwards of a layer",
-        "",
-        "rank  layers  activations alive   busy",
+    layers = workload.spread(schedule.num_stages, schedule.head)
+    timeline = simulate(schedule, workload.costs(layers, schedule.head, schedule.num_ranks))
+    activations = peak_bytes(schedule, Footprint(static=[0] * schedule.num_ranks, activation=layers))
+    return Outcome(schedule=schedule, timeline=timeline, layers=layers, activations=activations)
+
+
+def rivals(chosen: Outcome, workload: Workload) -> list[Outcome]:
+    """Return what the other schedules do with the same work on the same ranks, as far as there are layers for them."""
+    num_ranks = chosen.schedule.num_ranks
+    others = [
+        Pipeline(method="1f1b", head="last-stage"),
+        Pipeline(method="interlaced"),
+        Pipeline(method="1f1b", head="vocab-1"),
+        Pipeline(method="1f1b", head="vocab-2"),
+        Pipeline(method="v-half", head="vocab-1"),
+        Pipeline(method="v-half", head="vocab-2"),
+        Pipeline(method="v-min", head="vocab-2"),
     ]
-    owners, makespan = chosen.timeline.schedule.stage_ranks, chosen.timeline.makespan
-    for rank, (alive, busy) in enumerate(zip(chosen.activations, chosen.timeline.busy, strict=True)):
-        own = "+".join(str(n) for n, owner in zip(chosen.layers, owners, strict=True) if owner == rank)
-        lines.append(f"{rank:>4}  {own:>6}  {alive:>17}  {busy / makespan:>4.0%}")
+    own = chosen.schedule.name, chosen.schedule.head
+    return [
+        outcome(each, workload, num_ranks)
+        for each in others
+        if (each.method, each.place) != own and num_ranks * each.stages_per_rank <= workload.layers
+    ]
+
+
+def outline(chosen: Outcome, others: Sequence[Outcome], workload: Workload, *, width: int = 110) -> str:
+    """Return `chosen` in words, numbers and a picture, beside its rivals."""
+    schedule, makespan = chosen.schedule, chosen.timeline.makespan
+    lines = [
+        f"{schedule.name}, head {schedule.head}: {schedule.num_ranks} ranks, {workload.layers} layers, "
+        f"{workload.microbatches} microbatches; times in {workload.unit}",
+        "",
+        "rank  layers  in flight  activations alive   busy",
+    ]
+    columns = chosen.layers_by_rank, in_flight(schedule), chosen.activations, chosen.timeline.busy
+    for rank, (layers, flying, alive, busy) in enumerate(zip(*columns, strict=True)):
+        own = "+".join(map(str, layers))
+        lines.append(f"{rank:>4}  {own:>6}  {flying:>9}  {alive:>17}  {busy / makespan:>5.0%}")
     lines += ["", "schedule     head            step  bubble  activations alive, most and least"]
-    lines += [_row(each) for each in (chosen, *_rivals(pipeline, workload))]
+    lines += [_row(each) for each in (chosen, *others)]
     return "\n".join([*lines, "", to_text(chosen.timeline, width=width), ""])
 
 
 def _row(each: Outcome) -> str:
-    peaks = f"{max(each.activations)} {min(each.activations)}"
     return (
-        f"{each.pipeline.schedule:<11}  {each.pipeline.head:<10}  {each.timeline.makespan:>8.1f}  "
-        f"{each.timeline.bubble:>6.1%}  {peaks}"
+        f"{each.schedule.name:<11}  {each.schedule.head:<10}  {each.timeline.makespan:>8.4g}  "
+        f"{each.timeline.bubble:>6.1%}  {max(each.activations)} {min(each.activations)}"
     )
-
-
-def _rivals(pipeline: Pipeline, workload: Workload) -> list[Outcome]:
-    """Return the other schedules that can run the same work on the same ranks."""
-    pairs = [
-        ("1f1b", "last-stage"),
-        ("interlaced", "vocab-1"),
-        ("1f1b", "vocab-1"),
-        ("1f1b", "vocab-2"),
-        ("v-half", "vocab-1"),
-        ("v-half", "vocab-2"),
-        ("v-min", "vocab-2"),
-    ]
-    others = [replace(pipeline, schedule=name, head=head) for name, head in pairs]
-    return [outcome(each, workload) for each in others if each != pipeline and each.num_stages <= workload.layers]

@@ -1,0 +1,128 @@
+"""`planish plan --pipeline`: what a schedule does with a run's step, in time and memory, before there is any rank."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planish.decode import Count, decode
+from planish.errors import UsageError
+from planish.methods import Plain
+from planish.pipeline.choices import Pipeline
+from planish.pipeline.draw import to_svg
+from planish.pipeline.outline import Outcome, outcome, outcome_of, outline, rivals
+from planish.pipeline.schedule import Schedule
+from planish.pipeline.validate import validate
+from planish.pipeline.workload import Times, Workload, workload
+from planish.price.config import read_config
+from planish.runfile import RunFile, load_tree
+from planish.train.predict import config_tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mesh:
+    """The table `[mesh]`: ranks of the pipeline."""
+
+    pp: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ByHand:
+    """The table `[plan.pipeline]` of a schedule that is read rather than made."""
+
+    file: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The schedule asked for and the others that do the same work."""
+
+    chosen: Outcome
+    others: list[Outcome]
+    work: Workload
+
+
+def answer(path: Path | None, settings: list[tuple[str, Any]]) -> Answer:
+    """Return what there is to say about the pipeline of a run file (or run folder) and its flags.
+
+    Raises:
+        UsageError: Settings that name no pipeline, or a schedule written by hand that does not run.
+    """
+    file = path / "run.toml" if path is not None and path.is_dir() else path
+    tree = load_tree(file, [("data.train", "builtin:english"), *settings] if file is None else settings)
+    mesh = decode(_Mesh, _take(tree, "mesh", {}), "mesh")
+    table = _take(tree.get("plan"), "pipeline", {})
+    table = {"method": table} if isinstance(table, str) else table
+    times = _take(table, "times", None)
+    work = _workload(decode(RunFile, tree), None if times is None else decode(Times, times, "plan.pipeline.times"))
+    if isinstance(table, dict) and "file" in table:
+        by_hand = decode(_ByHand, table, "plan.pipeline")
+        chosen = outcome_of(_read(by_hand.file, mesh.pp, work.microbatches), work)
+    else:
+        chosen = outcome(decode(Pipeline, table, "plan.pipeline"), work, mesh.pp)
+    return Answer(chosen=chosen, others=rivals(chosen, work), work=work)
+
+
+def show(found: Answer, *, svg: Path | None, actions: Path | None) -> int:
+    """Print the answer for people, with the picture as text, and write what was asked for."""
+    _write(found, svg, actions)
+    sys.stdout.write(outline(found.chosen, found.others, found.work))
+    return 0
+
+
+def to_tree(found: Answer, *, svg: Path | None, actions: Path | None) -> dict[str, Any]:
+    """Return the answer as plain data, and write what was asked for."""
+    _write(found, svg, actions)
+    return found.chosen.to_dict() | {
+        "unit": found.work.unit,
+        "microbatches": found.work.microbatches,
+        "actions": found.chosen.schedule.to_text(),
+        "others": [each.to_dict() for each in found.others],
+    }
+
+
+def _take(tree: Any, key: str, default: Any) -> Any:
+    """Return the entry `key`, taken out of `tree` if that is a table; what is none is refused where it is decoded."""
+    return tree.pop(key, default) if isinstance(tree, dict) else default
+
+
+def _workload(run: RunFile, times: Times | None) -> Workload:
+    tree = config_tree(run.model)
+    if tree is None:
+        raise UsageError("`model.gguf` does not say its sizes; name `model.from` or `model.config` for a pipeline.")
+    return workload(
+        read_config(tree),
+        context=run.data.context,
+        microbatches=run.train.grad_accum,
+        recompute=not isinstance(run.plan.boundary, Plain),
+        experts_per_token=1 if run.model.moe is None else run.model.moe.top_k,
+        times=times,
+    )
+
+
+def _read(path: Path, num_ranks: int, num_microbatches: int) -> Schedule:
+    try:
+        schedule = Schedule.from_text(path.read_text(encoding="utf-8"))
+        validate(schedule)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"`plan.pipeline.file` {path} cannot be read: {error}") from error
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+    for name, given, found in (
+        ("mesh.pp", num_ranks, schedule.num_ranks),
+        ("train.grad_accum", num_microbatches, schedule.num_microbatches),
+    ):
+        if given != found:
+            raise UsageError(f"`{name}` ({given}) must be the {found} of the schedule in {path}.")
+    return schedule
+
+
+def _write(found: Answer, svg: Path | None, actions: Path | None) -> None:
+    texts = ((svg, to_svg(found.chosen.timeline, unit=found.work.unit)), (actions, found.chosen.schedule.to_text()))
+    for path, text in texts:
+        if path is None:
+            continue
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
