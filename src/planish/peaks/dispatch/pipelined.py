@@ -1,0 +1,174 @@
+"""A layer's experts as one step of autograd: bounded at launch whatever the router does, computed again in backward."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from planish.peaks.dispatch.experts import Buffers, Desk, Rows, Sums, Weights
+from planish.peaks.dispatch.gates import Gate, columns
+from planish.price.dispatch import Experts, backward_buffers, forward_buffers
+
+Read = Callable[[Tensor], list[int]]
+"""Reads where each expert's routes end, an integer each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a layer's experts run.
+
+    Attributes:
+        gate: What an expert does between its two products.
+        tile_rows: Routes of one expert that are at work at once.
+        block_rows: Tokens whose sums over experts are formed at once.
+        read: Reads integers from a tensor; the one wait for the device in a layer.
+    """
+
+    gate: Gate
+    tile_rows: int
+    block_rows: int
+    read: Read = Tensor.tolist
+
+
+def pipelined_experts(hidden: Tensor, ids: Tensor, scores: Tensor, weights: Weights, options: Options) -> Tensor:
+    """Return sum_j scores[t, j] * expert_{ids[t, j]}(hidden[t]) for every token t, [T, D].
+
+    Memory:        beyond the result, tiles of fixed size and 16 bytes a route; one block's sums in float32 where the
+                   model is narrower. Kept for backward: the arguments alone. In backward also the gradients, and one
+                   expert's weight gradients in float32 where the model is narrower. Nothing depends on `ids`.
+    Exactness:     equal up to the order of summation; sums over experts and over routes are formed in at least float32.
+
+    Args:
+        hidden: [T, D].
+        ids: [T, K], experts of each token.
+        scores: [T, K].
+        weights: Of all experts.
+        options: How they run.
+
+    Raises:
+        ValueError: Shapes that do not fit one another.
+        TypeError: Hidden states of another dtype than the weights.
+    """
+    _check(hidden, ids, scores, weights)
+    held = (weights.up, weights.down, weights.up_bias, weights.down_bias)
+    return _Pipelined.apply(ids, weights.transposed, options, hidden, scores, *held)
+
+
+def product_dtype(given: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return in which dtype products are made; see the note on products in `experts`."""
+    if device.type != "cpu" or given.itemsize >= 4 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return given
+    return torch.float32
+
+
+class _Pipelined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, transposed: bool, options: Options, *operands: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*operands)
+        ctx.ids, ctx.transposed, ctx.options = ids, transposed, options
+        hidden, scores, up, down, up_bias, down_bias = operands
+        weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=transposed)
+        sizes = sizes_of(hidden, ids, scores, weights, options)
+        buffers = _allocate(forward_buffers(sizes, len(hidden), options.tile_rows, options.block_rows), hidden, scores)
+        desk = Desk(weights, options.gate, buffers)
+        result = hidden.new_empty(hidden.shape)
+        for block in _blocks(len(hidden), options.block_rows):
+            total = _total(result[block], buffers)
+            desk.add_outputs(_route(hidden[block], ids[block], scores[block], weights.num_experts, options.read), total)
+            if total.dtype != result.dtype:
+                result[block] = total
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, scores, up, down, up_bias, down_bias = ctx.saved_tensors
+        options, ids = ctx.options, ctx.ids
+        need_hidden, need_scores, *wanted = ctx.needs_input_grad[3:]
+        weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=ctx.transposed)
+        sizes = sizes_of(hidden, ids, scores, weights, options)
+        listed = backward_buffers(sizes, len(hidden), options.tile_rows, options.block_rows)
+        buffers = _allocate(listed, hidden, scores)
+        desk = Desk(weights, options.gate, buffers)
+        blocks = _blocks(len(hidden), options.block_rows)
+        sums = Sums(weights, tuple(wanted), once=len(blocks) <= 1, buffers=buffers)
+        by_hidden = hidden.new_empty(hidden.shape) if need_hidden else None
+        by_scores = scores.new_zeros(scores.shape) if need_scores else None
+        grad = grad.contiguous()
+        for block in blocks:
+            total = None if by_hidden is None else _total(by_hidden[block], buffers)
+            of_scores = None if by_scores is None else by_scores[block]
+            desk.add_gradients(
+                _route(hidden[block], ids[block], scores[block], weights.num_experts, options.read),
+                grad[block],
+                total=total,
+                scores=of_scores,
+                sums=sums,
+            )
+            if total is not None and total.dtype != by_hidden.dtype:
+                by_hidden[block] = total
+        return None, None, None, by_hidden, by_scores, *sums.finish()
+
+
+def sizes_of(hidden: Tensor, ids: Tensor, scores: Tensor, weights: Weights, options: Options) -> Experts:
+    """Return what a price needs to know of a call."""
+    inner = weights.up.shape[2 if weights.transposed else 1]
+    return Experts(
+        hidden_size=hidden.shape[1],
+        width=inner // columns(options.gate),
+        columns=inner,
+        num_experts=weights.num_experts,
+        top_k=ids.shape[1],
+        itemsize=hidden.itemsize,
+        product_itemsize=product_dtype(hidden.dtype, hidden.device).itemsize,
+        score_itemsize=scores.itemsize,
+        biased=weights.up_bias is not None,
+        transposed=weights.transposed,
+    )
+
+
+def _blocks(tokens: int, block_rows: int) -> list[slice]:
+    """Return as few ranges of at most `block_rows` tokens as there can be, as even as they can be."""
+    number = -(-tokens // block_rows)
+    return [slice(tokens * each // number, tokens * (each + 1) // number) for each in range(number)]
+
+
+def _route(hidden: Tensor, ids: Tensor, scores: Tensor, num_experts: int, read: Read) -> Rows:
+    """Return rows with their routes in the order of experts, and of tokens within an expert."""
+    chosen, order = torch.sort(ids.flatten(), stable=True)
+    experts = torch.arange(num_experts, dtype=chosen.dtype, device=chosen.device)
+    ends = tuple(read(torch.searchsorted(chosen, experts, right=True)))
+    del chosen, experts
+    return Rows(hidden=hidden, scores=scores, order=order, row=order // ids.shape[1], ends=ends)
+
+
+def _total(result: Tensor, buffers: Buffers) -> Tensor:
+    """Return zeros to add up `result` in: itself, or a wider buffer."""
+    total = buffers["total"][: len(result)] if "total" in buffers else result
+    return total.zero_()
+
+
+def _allocate(listed: dict[str, tuple[tuple[int, ...], str]], hidden: Tensor, scores: Tensor) -> Buffers:
+    dtypes = {
+        "given": hidden.dtype,
+        "product": product_dtype(hidden.dtype, hidden.device),
+        "wide": torch.promote_types(hidden.dtype, torch.float32),
+        "score": scores.dtype,
+    }
+    return {name: hidden.new_empty(shape, dtype=dtypes[kind]) for name, (shape, kind) in listed.items()}
+
+
+def _check(hidden: Tensor, ids: Tensor, scores: Tensor, weights: Weights) -> None:
+    if hidden.dtype != weights.up.dtype:
+        raise TypeError(
+            f"`hidden` must have the experts' dtype, {weights.up.dtype}; got {hidden.dtype}. Cast it, or leave out "
+            "autocast around a model whose weights are narrow already."
+        )
+    if ids.shape != scores.shape or len(ids) != len(hidden):
+        raise ValueError(
+            f"`ids` and `scores` must be [tokens, top_k] for {len(hidden)} tokens; got {tuple(ids.shape)} and "
+            f"{tuple(scores.shape)}."
+        )
