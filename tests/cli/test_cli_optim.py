@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from planish.cli.main import main
 
@@ -31,7 +33,9 @@ def losses(tmp_path):
     return [float.hex(json.loads(line)["loss"]) for line in lines]
 
 
-@pytest.mark.parametrize("flags", [(), ("--plan.optim.in_backward", "--train.clip", "0", "--train.grad_accum", 2)])
+@pytest.mark.parametrize("flags", [
+    (), ("--plan.optim.in_backward", "--train.clip", 0, "--train.grad_accum", 2), ("--plan.optim.weights", "int8"),
+])  # fmt: skip
 def test_a_resumed_run_is_bit_identical_across_a_refresh(say, tmp_path, flags):
     """Refreshes come after steps 3 and 6; the run is cut at 5."""
     assert say("train", "--train.steps", 8, "--save.every", 5, *MINI, *flags)[0] == 0
@@ -63,6 +67,20 @@ def test_a_resume_under_another_projection_is_refused(say, changed, message):
     assert code == 2
     assert "is of another optimizer" in err
     assert message in err
+
+
+def test_int8_weights_are_published_wide_and_learn(say, tmp_path):
+    flags = ("--plan.optim.weights", "int8", "--plan.optim.in_backward", "--train.clip", 0, "--train.lr", 1e-2)
+    assert say("train", "--train.steps", 12, *flags)[0] == 0
+    first, *_, last = map(float.fromhex, losses(tmp_path))
+    assert last < first - 0.2
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step-00000012")
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert weight.dtype == torch.bfloat16
+    assert weight.isfinite().all()
+    code, _, err = say("train", "--plan.optim.weights", "int8", "--overwrite", family="qwen3-moe")
+    assert code == 2
+    assert "`plan.optim.weights` = int8 takes weights of linear layers, and `model.layers.0.mlp.experts" in err
 
 
 @pytest.mark.parametrize("verb", ["train", "plan"])

@@ -16,6 +16,7 @@ from planish.train.session import optimizer_tensors
 
 CHANNEL = ("plan.optim.granularity", "channel")
 IN_BACKWARD, NO_CLIP = ("plan.optim.in_backward", True), ("train.clip", 0)
+INT8 = ("plan.optim.weights", "int8")
 CASES = {
     "dense fp32": ("llama", []),
     "dense bf16": ("llama", [("model.dtype", "bf16")]),
@@ -36,6 +37,7 @@ CASES = {
         [("plan.boundary", "offload"), ("plan.boundary.disk", "8KiB"), ("model.dtype", "bf16")],
     ),
     "apollo by channel, pure": ("qwen3", [("plan.optim.proj_rank", 16), CHANNEL, ("model.dtype", "bf16-pure")]),
+    "apollo, int8 in backward": ("llama", [INT8, IN_BACKWARD, NO_CLIP, ("model.dtype", "bf16")]),
     "apollo with experts": (
         "qwen3-moe",
         [("plan.optim.proj_rank", 4), ("plan.optim.refresh", "reset"), ("plan.dispatch", "batched")],

@@ -63,16 +63,23 @@ def load_config(section: ModelSection, *, context: int) -> PretrainedConfig:
 
 
 def load_model(
-    section: ModelSection, *, context: int, tokenizer: PreTrainedTokenizerBase, seed: int
+    section: ModelSection, *, context: int, tokenizer: PreTrainedTokenizerBase, seed: int, on_host: bool = False
 ) -> PreTrainedModel:
     """Return the causal LM in the run's dtype, on the run's device, the tokenizer checked against its vocabulary.
+
+    Args:
+        section: Which model.
+        context: Tokens in one row.
+        tokenizer: Its ids must be within the vocabulary.
+        seed: Of weights that are drawn.
+        on_host: It stays in host memory.
 
     Raises:
         UsageError: As `load_config`; weights that cannot be read; a tokenizer with ids beyond the vocabulary.
     """
     config = load_config(section, context=context)
     check_vocabulary(config, tokenizer)
-    device = run_device()
+    device = torch.device("cpu") if on_host else run_device()
     if section.config is not None:
         torch.manual_seed(seed)
         return draw_model(config, section).to(device)

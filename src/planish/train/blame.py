@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from planish.data.batch import Batch
 from planish.errors import NotFinite
+from planish.memory.tensors import plain_tensors_in
 from planish.train.engine import Engine
 
 
@@ -68,4 +69,4 @@ def first_bad_module(engine: Engine, batches: list[Batch]) -> str:
 
 
 def _finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+    return all(bool(torch.isfinite(each).all()) for each in plain_tensors_in(tensor))

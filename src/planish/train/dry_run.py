@@ -7,11 +7,13 @@ from typing import Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PretrainedConfig, PreTrainedModel
 
 from planish.data.batch import Batch
 from planish.memory.book import Phase
 from planish.memory.ledger import Ledger
 from planish.memory.report import PhasePeak
+from planish.models.int8 import loads_on_host, settle
 from planish.models.load import draw_model, load_config
 from planish.runfile import RunFile
 from planish.train.engine import build_engine
@@ -105,7 +107,7 @@ def dry_run(run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal
         ledger = scope.enter_context(Ledger(device_type=device_type))
         with torch.device(device_type):
             engine = build_engine(
-                lambda: draw_model(config, run.model),
+                lambda: _draw(config, run, device_type),
                 run.plan,
                 tokens=run.tokens_per_microbatch,
                 ledger=ledger,
@@ -137,6 +139,12 @@ def dry_run(run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal
             if phase not in phases or peak.peak_bytes > phases[phase].peak_bytes:
                 phases[phase] = peak
     return DryRun(phases=phases)
+
+
+def _draw(config: PretrainedConfig, run: RunFile, device_type: str) -> PreTrainedModel:
+    with torch.device("cpu" if loads_on_host(run.plan.optim) else device_type):
+        model = draw_model(config, run.model)
+    return settle(model, run.plan.optim, torch.device(device_type))
 
 
 def _endless(batches: Sequence[Batch]) -> Iterator[Batch]:

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from planish.data.batch import Batch
 from planish.data.feed import Feed, eval_batches, open_feed
 from planish.memory.ledger import Ledger
-from planish.models.load import load_model, load_tokenizer
+from planish.models.int8 import loads_on_host, settle
+from planish.models.load import load_model, load_tokenizer, run_device
 from planish.peaks.optim.adamw import AdamW
 from planish.runfile import RunFile
 from planish.train.engine import Engine, build_engine
@@ -74,7 +75,9 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack) -> Job:
         )
 
     def load() -> PreTrainedModel:
-        return load_model(run.model, context=data.context, tokenizer=tokenizer, seed=run.train.seed)
+        on_host = loads_on_host(run.plan.optim)
+        model = load_model(run.model, context=data.context, tokenizer=tokenizer, seed=run.train.seed, on_host=on_host)
+        return settle(model, run.plan.optim, run_device())
 
     engine = build_engine(
         load, run.plan, tokens=run.tokens_per_microbatch, ledger=ledger, facts=MeasuredFacts(), scope=scope

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
+from planish.peaks.optim.int8_weight import Int8Weight
 from planish.train.tensor_files import write_safetensors
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
@@ -42,7 +43,20 @@ def write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToken
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, tied ones once, under the name that transformers keeps."""
+    """Return parameters and persistent buffers as they lie in memory, an int8 weight as its parts.
+
+    Tied ones are there once, under the name that transformers keeps.
+    """
+    weights: dict[str, Tensor] = {}
+    for name, tensor in _weights(model).items():
+        if isinstance(tensor, Int8Weight):
+            weights |= {f"{name}.{part}": getattr(tensor, part) for part in tensor.__tensor_flatten__()[0]}
+        else:
+            weights[name] = tensor
+    return weights
+
+
+def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
     ignored = model._keys_to_ignore_on_save or ()
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
     tied_first = sorted(state, key=lambda name: name not in model.all_tied_weights_keys)
@@ -71,9 +85,10 @@ def _config_as_saved(model: PreTrainedModel) -> Any:
 
 def weight_groups(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     """Return the weights in groups that are published on their own: all of them if none is converted, else by layer."""
-    weights = weights_of(model)
-    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
-    if revert_weight_conversion(model, dict(shapes)).keys() == shapes.keys():
+    weights = _weights(model)
+    shapes = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in weights.items()}
+    wide = not any(isinstance(each, Int8Weight) for each in weights.values())
+    if wide and revert_weight_conversion(model, dict(shapes)).keys() == shapes.keys():
         return [weights]
     groups: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights.items():
@@ -84,7 +99,8 @@ def weight_groups(model: PreTrainedModel) -> list[dict[str, Tensor]]:
 
 def published(model: PreTrainedModel, group: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a group's weights in the names and form that transformers publishes; converted ones are new tensors."""
-    return revert_weight_conversion(model, dict(group))
+    wide = {name: each.dequantize() if isinstance(each, Int8Weight) else each for name, each in group.items()}
+    return revert_weight_conversion(model, wide)
 
 
 def _write_weights(folder: Path, model: PreTrainedModel) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 GROUP = 128
 _LEVELS = 255
@@ -40,8 +41,8 @@ class Int8Weight(torch.Tensor):
         return weight
 
     @classmethod
-    def quantize(cls, weight: Tensor) -> "Int8Weight":
-        """Return `weight` [A, B] as codes, each to the nearest level.
+    def quantize(cls, weight: Tensor, *, device: torch.device | None = None) -> "Int8Weight":
+        """Return `weight` [A, B] as codes on `device` (its own by default), each to the nearest level.
 
         Raises:
             ValueError: Not a floating-point matrix.
@@ -51,11 +52,12 @@ class Int8Weight(torch.Tensor):
                 f"an int8 weight must be made of a matrix of floats, got {list(weight.shape)} {weight.dtype}."
             )
         rows, cols = weight.shape
-        groups = -(-cols // GROUP)
-        low, high = (torch.empty(rows, groups, device=weight.device) for _ in range(2))
-        new = cls(torch.empty(rows, cols, dtype=torch.uint8, device=weight.device), low, high, weight.dtype)
+        groups, device = -(-cols // GROUP), device or weight.device
+        low, high = (torch.empty(rows, groups, device=device) for _ in range(2))
+        new = cls(torch.empty(rows, cols, dtype=torch.uint8, device=device), low, high, weight.dtype)
         for tile in new.tiles():
-            wide = weight.detach()[tile].to(torch.float32, copy=True)
+            part = weight.detach()[tile]
+            wide = torch.empty(part.shape, device=device).copy_(part)
             low[tile], high[tile] = _extremes(wide)
             new._encode(tile, wide, 0.5)
         return new
@@ -72,7 +74,7 @@ class Int8Weight(torch.Tensor):
         wide = codes.to(torch.float32) if out is None else out.copy_(codes)
         return _lerp(self.low[rows], self.high[rows], wide.div_(_LEVELS))
 
-    def write(self, rows: slice, wide: Tensor, generator: torch.Generator) -> None:
+    def write(self, rows: slice, wide: Tensor, generator: torch.Generator | None) -> None:
         """Store fp32 rows, rounded at random; `wide` is overwritten."""
         low, high = _extremes(wide)
         torch.minimum(self.low[rows], low, out=self.low[rows])
@@ -125,31 +127,40 @@ class Int8Step:
     weight: Int8Weight
     number: int
 
-    def noise(self, seed: int, row: int) -> torch.Generator:
-        """Return the generator of a tile's rounding: a pure function of seed, step and first row."""
+    def noise(self, seed: int, row: int) -> torch.Generator | None:
+        """Return the generator of a tile's rounding: a pure function of seed, step and first row; fakes need none."""
+        if isinstance(self.weight.codes, FakeTensor):
+            return None
         mixed = (seed * 0x9E3779B97F4A7C15 + self.number * 0xBF58476D1CE4E5B9 + row * 0x94D049BB133111EB) % 2**63
         return torch.Generator(self.weight.device).manual_seed(mixed)
 
 
-def quantize_weights(modules: list[nn.Linear | nn.Embedding]) -> list[nn.Parameter]:
+def quantize_weights(
+    modules: list[nn.Linear | nn.Embedding], *, device: torch.device | None = None
+) -> list[nn.Parameter]:
     """Replace the weights of `modules` by int8 ones and return these; a weight that modules share stays shared.
 
     Memory: one weight twice, while it is replaced.
 
+    Args:
+        modules: Their weights are replaced.
+        device: Where the new weights go; default: where the old ones are.
+
     Raises:
         ValueError: An embedding with `max_norm` or `sparse` gradients.
     """
-    made: dict[int, nn.Parameter] = {}
-    old = []
+    sharing: dict[int, list[nn.Linear | nn.Embedding]] = {}
     for module in modules:
         if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
             raise ValueError("an embedding with `max_norm` or `sparse` cannot have an int8 weight; keep it wide.")
-        weight = module.weight
-        if id(weight) not in made:
-            made[id(weight)] = nn.Parameter(Int8Weight.quantize(weight), requires_grad=weight.requires_grad)
-            old.append(weight)
-        module.weight = made[id(weight)]
-    return list(made.values())
+        sharing.setdefault(id(module.weight), []).append(module)
+    made = []
+    for together in sharing.values():
+        wide = together[0].weight
+        made.append(nn.Parameter(Int8Weight.quantize(wide, device=device), requires_grad=wide.requires_grad))
+        for module in together:
+            module.weight = made[-1]
+    return made
 
 
 class _Linear(torch.autograd.Function):
