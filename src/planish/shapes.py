@@ -82,6 +82,27 @@ class ExpertsShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FeedForwardShape:
+    """A dense feed-forward network.
+
+    Attributes:
+        hidden_size: Width of its input and output.
+        width: Width inside.
+        itemsize: Bytes of one number.
+        gated: Whether a second projection multiplies the activation.
+        both: Whether that one passes the activation too (dReLU).
+        biased: Whether projections have biases.
+    """
+
+    hidden_size: int
+    width: int
+    itemsize: int
+    gated: bool = False
+    both: bool = False
+    biased: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
     """The vocabulary projection.
 
