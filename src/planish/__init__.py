@@ -12,9 +12,18 @@ _HOMES = {
     "LinearCrossEntropy": "planish.peaks.vocab.losses",
     "linear_cross_entropy": "planish.peaks.vocab.losses",
     "linear_logprob": "planish.peaks.vocab.losses",
+    "sparse_saved_tensors": "planish.peaks.activation.saved",
 }
 
-__all__ = ["BudgetExceeded", "LinearCrossEntropy", "Plan", "install", "linear_cross_entropy", "linear_logprob"]
+__all__ = [
+    "BudgetExceeded",
+    "LinearCrossEntropy",
+    "Plan",
+    "install",
+    "linear_cross_entropy",
+    "linear_logprob",
+    "sparse_saved_tensors",
+]
 
 
 def __getattr__(name: str) -> Any:
