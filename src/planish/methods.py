@@ -34,7 +34,14 @@ class Blocked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """Each layer keeps its input alone and runs again in backward."""
+    """Each layer keeps its input alone and runs again in backward.
+
+    Attributes:
+        keep_attention: Attention keeps its output and lse too and is not computed again: less time, about twice the
+            bytes.
+    """
+
+    keep_attention: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +63,15 @@ class Offload:
         disk: Bytes of disk.
         folder: Where the disk file lies; it has no name and is gone with the process.
         every: Every how many-th layer's input goes.
+        keep_attention: Attention's output and lse go with it, and are not computed again; layers whose input stays
+            compute theirs.
     """
 
     host: Bytes | None = None
     disk: Bytes | None = None
     folder: Path = Path()
     every: Count = 1
+    keep_attention: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +124,11 @@ Boundary = Plain | Checkpoint | Offload
 Optim = AdamW | Apollo
 
 
+def keeps_attention(boundary: Boundary) -> bool:
+    """Return whether attention is not computed again."""
+    return isinstance(boundary, Checkpoint | Offload) and boundary.keep_attention
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One method per peak; data that is printed, pasted into a run file and wired by one `match`.
@@ -129,6 +144,13 @@ class Plan:
     dispatch: Dispatch = field(default_factory=Plain)
     boundary: Boundary = field(default_factory=Checkpoint)
     optim: Optim = field(default_factory=AdamW)
+
+    def __post_init__(self) -> None:
+        if keeps_attention(self.boundary) and not isinstance(self.attention, Packed):
+            raise ValueError(
+                "`plan.boundary.keep_attention` keeps what packed attention computes; set `plan.attention` = packed, "
+                "or leave it out."
+            )
 
     @classmethod
     def plain(cls) -> Self:

@@ -12,7 +12,7 @@ from torch import nn
 from planish.memory.allocator import fix_malloc_thresholds
 from planish.memory.meter import ProcessMeter
 from planish.peaks.boundary.offload import FarBudget, open_store
-from planish.peaks.boundary.store import PLAIN
+from planish.peaks.boundary.remembered import PLAIN
 from planish.price.boundary import Depth
 
 LAYERS, TOKENS, WIDTH = 20, 16384, 128

@@ -11,6 +11,15 @@ GIB = 2**30
 PAPER_BYTES = 557_056 // 8 * 2880 * 2
 
 
+def in_forward(plan):
+    """Return how many boundaries are on the device while each layer runs forward."""
+    return [index + 1 - len(plan.away_in_forward(index)) for index in range(plan.num_boundaries)]
+
+
+def in_backward(plan):
+    return [index + 1 - len(plan.away_in_backward(index)) for index in range(plan.num_boundaries)]
+
+
 @pytest.mark.parametrize(("budget", "expected"), [(0, 0), (8 * GIB, 21), (16 * GIB, 42), (2**50, 47)])
 def test_the_published_budget_sweep(budget, expected):
     depth = Depth(num_boundaries=47, boundary_bytes=PAPER_BYTES)
@@ -25,21 +34,20 @@ def test_the_last_boundary_stays_unless_it_is_asked_to_go():
 
 def test_with_room_for_all_the_device_holds_one_in_forward_and_two_in_backward():
     plan = Boundaries(num_boundaries=30, num_slots=30)
-    assert [plan.in_forward(index) for index in range(30)] == [1] * 30
-    assert [plan.in_backward(index) for index in range(30)] == [1] + [2] * 29
+    assert in_forward(plan) == [1] * 30
+    assert in_backward(plan) == [1] + [2] * 29
 
 
 def test_without_room_it_is_plain_checkpointing():
     plan = Boundaries(num_boundaries=5, num_slots=0)
-    assert [plan.in_forward(index) for index in range(5)] == [plan.in_backward(index) for index in range(5)]
-    assert plan.in_backward(4) == 5
+    assert in_forward(plan) == in_backward(plan) == [1, 2, 3, 4, 5]
 
 
 def test_a_slow_link_takes_every_third():
     plan = Boundaries(num_boundaries=8, num_slots=9, every=3)
     assert plan.offloaded == (0, 3)  # 6 would have no third layer to hide behind
-    assert [plan.in_forward(index) for index in range(8)] == [1, 2, 3, 3, 4, 5, 5, 6]
-    assert [plan.in_backward(index) for index in range(8)] == [1, 2, 3, 4, 4, 5, 6, 6]
+    assert in_forward(plan) == [1, 2, 3, 3, 4, 5, 5, 6]
+    assert in_backward(plan) == [1, 2, 3, 4, 4, 5, 6, 6]
 
 
 @given(st.integers(1, 12), st.integers(0, 12), st.integers(1, 4), st.integers(0, 3))
@@ -47,9 +55,8 @@ def test_offloading_holds_at_most_two_beyond_those_that_stay(num, slots, every, 
     plan = Boundaries(num_boundaries=num, num_slots=slots, every=every, keep_last=keep)
     kept = num - len(plan.offloaded)
     assert len(plan.offloaded) <= slots
-    for index in range(num):
-        assert plan.in_forward(index) <= kept + 1
-        assert plan.in_backward(index) <= min(index + 1, kept + 2)
+    assert all(each <= kept + 1 for each in in_forward(plan))
+    assert all(each <= min(index + 1, kept + 2) for index, each in enumerate(in_backward(plan)))
 
 
 def test_how_far_apart_copies_must_be_to_hide():

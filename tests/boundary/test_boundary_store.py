@@ -92,8 +92,8 @@ def test_every_policy_is_bitwise_and_on_the_device_is_what_the_price_says(
     ours = grads_of(model, run)
     assert equal(ours, grads_of(model, run_plain))
     plan = Boundaries(num_boundaries=6, num_slots=slots, every=every, keep_last=keep_last)
-    assert counts["forward"] == [plan.in_forward(index) for index in range(6)]
-    assert counts["backward"] == [plan.in_backward(index) for index in reversed(range(6))]
+    assert counts["forward"] == [index + 1 - len(plan.away_in_forward(index)) for index in range(6)]
+    assert counts["backward"] == [index + 1 - len(plan.away_in_backward(index)) for index in reversed(range(6))]
     assert store.num_offloaded == len(plan.offloaded)
 
 

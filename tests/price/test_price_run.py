@@ -97,6 +97,22 @@ def test_boundaries_on_disk_are_priced_to_within_one_of_them(run_of, disk):
     assert sizes[0] < sizes[1] == 4 * boundary_bytes
 
 
+@pytest.mark.parametrize("boundary", ["checkpoint", "offload"])
+def test_attention_that_is_kept_is_priced_to_within_one_layer_s(run_of, boundary):
+    disk = [("plan.boundary.disk", "1MiB")] if boundary == "offload" else []
+    keep = [("plan.boundary", boundary), *disk, ("plan.boundary.keep_attention", True)]
+    run, plain = run_of("llama", BF16, *keep, **DEEP), run_of("llama", BF16, **DEEP)
+    price, dry = predict(run, silent).estimate, by_dry_run(run)
+    boundary_bytes, kept_bytes = 64 * 32 * 2, 64 * 4 * (8 * 2 + 4)
+    spare = kept_bytes + (boundary_bytes if disk else 0) + SCALARS
+    for phase, peak in dry.phases.items():
+        assert 0 <= price.phases[phase].peak_bytes - peak.peak_bytes <= spare, phase
+    held = price.phases["head"].categories["boundaries"]
+    assert held == (1 * boundary_bytes if disk else 4 * (boundary_bytes + kept_bytes))
+    assert held == dry.phases["head"].categories["boundaries"]
+    assert predict(plain, silent).estimate.phases["head"].categories["boundaries"] == 4 * boundary_bytes
+
+
 FAMILIES = [("llama", {}), ("llama", UNTIED), ("qwen3", {}), ("qwen3-moe", MIXED), ("gemma2", {})]
 HEADS = [PLAIN_HEAD, IN_FORWARD, RECOMPUTE]
 BATCHES = [[], [("train.grad_accum", 3)], ROWS]

@@ -43,6 +43,11 @@ CASES = {
         [("plan.optim.proj_rank", 4), ("plan.optim.refresh", "reset"), ("plan.dispatch", "batched")],
     ),
     "apollo in backward, accumulation": ("llama", [IN_BACKWARD, NO_CLIP, CHANNEL, ("train.grad_accum", 2)]),
+    "attention kept": ("gemma2", [("plan.boundary", "checkpoint"), ("plan.boundary.keep_attention", True)]),
+    "attention kept on disk": (
+        "llama",
+        [("plan.boundary", "offload"), ("plan.boundary.disk", "1MiB"), ("plan.boundary.keep_attention", True)],
+    ),
     "one document a row": ("llama", [("data.pack", "none")]),
 }
 

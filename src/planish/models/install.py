@@ -20,13 +20,16 @@ from planish.methods import (
     Plain,
     Plan,
     Vocab,
+    keeps_attention,
 )
 from planish.models.anatomy import find
 from planish.models.forward import loss_forward
 from planish.models.head import head_loss
 from planish.peaks.attention.packed import packed_attention
 from planish.peaks.boundary.offload import FarBudget, open_store
+from planish.peaks.boundary.remembered import Run, remembering
 from planish.price.boundary import Depth
+from planish.price.config import read_config
 
 ATTENTION_NAME = "planish"
 Label = Callable[[int, Tensor], None]
@@ -159,42 +162,71 @@ def _boundary(model: PreTrainedModel, method: Boundary, *, tokens: int | None, l
         case Plain():
             return None
         case Checkpoint():
-            if model.is_activation_checkpointing:
-                return None
-            model.activation_checkpointing_enable({"use_reentrant": False})
-            return Part(
-                sentence="layers: checkpointed, each keeps its input alone",
-                restore=model.activation_checkpointing_disable,
-            )
+            return _checkpoint(model, method, label=label)
         case Offload():
             return _offload(model, method, tokens=tokens, label=label, dry=dry)
         case _:
             assert_never(method)
 
 
+def _checkpoint(model: PreTrainedModel, method: Checkpoint, *, label: Label) -> Part | None:
+    if method.keep_attention:
+        restore = _through(model, lambda index, run: remembering(index, run, label=label))
+        return Part(sentence="layers: checkpointed, each keeps its input and attention's output", restore=restore)
+    if model.is_activation_checkpointing:
+        return None
+    return Part(
+        sentence="layers: checkpointed, each keeps its input alone", restore=_through(model, lambda _, run: run)
+    )
+
+
+def _through(model: PreTrainedModel, wrap: Callable[[int, Run], Run]) -> Callable[[], None]:
+    """Checkpoint each layer by what `wrap` makes of (layer's number, its checkpoint); return the way back."""
+    active = model.is_activation_checkpointing
+    if not active:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    layers = list(find(model).layers.values())
+    before = [layer._gradient_checkpointing_func for layer in layers]
+    for index, layer in enumerate(layers):
+        layer._gradient_checkpointing_func = wrap(index, before[index])
+
+    def restore() -> None:
+        for layer, run in zip(layers, before, strict=True):
+            layer._gradient_checkpointing_func = run
+        if not active:
+            model.activation_checkpointing_disable()
+
+    return restore
+
+
 def _offload(model: PreTrainedModel, method: Offload, *, tokens: int | None, label: Label, dry: bool) -> Part:
     if tokens is None:
         raise UsageError("`plan.boundary` = offload needs `tokens`, rows x context of the largest microbatch.")
     anatomy = find(model)
-    layers = list(anatomy.layers.values())
+    num_layers = len(anatomy.layers)
+    shapes = read_config(model.config.to_dict()).layers if keeps_attention(method) else ()
     store = open_store(
-        Depth(num_boundaries=len(layers), boundary_bytes=tokens * anatomy.hidden_size * model.dtype.itemsize),
+        Depth.of(
+            num_boundaries=num_layers,
+            tokens=tokens,
+            width=anatomy.hidden_size,
+            itemsize=model.dtype.itemsize,
+            kept=[each.attention for each in shapes],
+        ),
         FarBudget(host_bytes=method.host or 0, disk_bytes=method.disk or 0, folder=method.folder),
         device=model.device,
         every=method.every,
         dry=dry,
         label=label,
     )
-    model.activation_checkpointing_enable({"use_reentrant": False})
-    for index, layer in enumerate(layers):
-        layer._gradient_checkpointing_func = store.checkpoint(index, layer._gradient_checkpointing_func)
+    uncheckpoint = _through(model, store.checkpoint)
 
     def restore() -> None:
-        model.activation_checkpointing_disable()
+        uncheckpoint()
         store.close()
 
     far = len(store.boundaries.offloaded)
-    return Part(sentence=f"layers: checkpointed, {far} of {len(layers)} inputs wait in far memory", restore=restore)
+    return Part(sentence=f"layers: checkpointed, {far} of {num_layers} inputs wait in far memory", restore=restore)
 
 
 def _head(model: PreTrainedModel, method: Vocab) -> Part | None:

@@ -1,7 +1,11 @@
 """What boundaries weigh: which of them go to far memory, how many are on the device when, and whether copies hide."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
+from typing import Self
+
+from planish.shapes import AttentionShape
 
 PAGE_BYTES = 4096
 """Slots of far memory are whole pages."""
@@ -10,6 +14,12 @@ PAGE_BYTES = 4096
 def slot_bytes(boundary_bytes: int) -> int:
     """Return what one boundary takes in far memory."""
     return ceil(boundary_bytes / PAGE_BYTES) * PAGE_BYTES
+
+
+def kept_bytes(attention: AttentionShape, tokens: int, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of attention's output and of its lse, which a layer keeps so as not to compute them again."""
+    rows = tokens * attention.num_heads
+    return rows * attention.v_width * itemsize, rows * max(4, itemsize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +37,14 @@ class Depth:
     boundary_bytes: int
     kept_bytes: tuple[int, ...] = ()
     in_flight: int = 1
+
+    @classmethod
+    def of(
+        cls, *, num_boundaries: int, tokens: int, width: int, itemsize: int, kept: Iterable[AttentionShape] = ()
+    ) -> Self:
+        """Return what a model carries for `tokens` tokens `width` numbers wide, with what `kept` attention leaves."""
+        largest = tuple(map(max, zip(*(kept_bytes(each, tokens, itemsize) for each in kept), strict=True)))
+        return cls(num_boundaries=num_boundaries, boundary_bytes=tokens * width * itemsize, kept_bytes=largest)
 
     @property
     def slot_bytes(self) -> int:
@@ -67,21 +85,18 @@ class Boundaries:
         """The boundaries that are offloaded."""
         return tuple(index for index in range(self.num_boundaries) if self.goes(index))
 
-    def in_forward(self, index: int) -> int:
-        """Return how many are on the device while layer `index` runs forward; after the last, the head finds those."""
-        leaving = not self.goes(index) and self._near(index, self.every - 1)
-        return self._kept(index) + self.goes(index) + leaving
+    def away_in_forward(self, index: int) -> list[int]:
+        """Return which are in far memory alone while layer `index` runs forward; after the last, the head runs so."""
+        return self._away(index, self.every - 1)
 
-    def in_backward(self, index: int) -> int:
-        """Return how many are on the device while layer `index` runs again and backward."""
-        return self._kept(index) + self.goes(index) + self._near(index, self.every)
+    def away_in_backward(self, index: int) -> list[int]:
+        """Return which are in far memory alone while layer `index` runs again and backward."""
+        return self._away(index, self.every)
 
-    def _kept(self, index: int) -> int:
-        return sum(not self.goes(each) for each in range(index + 1))
-
-    def _near(self, index: int, distance: int) -> bool:
-        """Return whether one of the `distance` boundaries before `index` is offloaded."""
-        return any(self.goes(each) for each in range(max(0, index - distance), index))
+    def _away(self, index: int, distance: int) -> list[int]:
+        """Return those that go before `index`, but for one that is at most `distance` layers before it."""
+        gone = [each for each in range(index) if self.goes(each)]
+        return gone[:-1] if gone and index - gone[-1] <= distance else gone
 
 
 def least_every(*, write_s: float, read_s: float, forward_s: float, backward_s: float) -> int:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planish.methods import Boundary, Offload, Plan
+from planish.methods import Boundary, Offload, Plan, keeps_attention
 from planish.price import attention, state
-from planish.price.boundary import Boundaries, Depth
+from planish.price.boundary import Boundaries, Depth, kept_bytes
 from planish.price.head import HeadBytes
 from planish.price.table import LayerTable, Leg, Lines, Part, Pass
 from planish.shapes import BatchShape
@@ -55,10 +55,10 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
         "optimizer state": state.optimizer_bytes(tensors, plan.optim, master=master),
         "other": table.buffers_bytes,
     }
-    far = _Far.of(plan.boundary, table, batch)
-    if far is not None:
+    depth = _Depth.of(plan.boundary, table, batch)
+    if depth.boundaries is not None:
         base["staging"] = _RING_BYTES
-    walk = _Walk(table=table, batch=batch, head=head, far=far, live=base)
+    walk = _Walk(table=table, batch=batch, head=head, depth=depth, live=base)
     walk.add({"other": batch.microbatches * state.batch_bytes(batch.tokens)})
     yield walk.moment("init", None, "taking the batch")
     yield from walk.through(table.first)
@@ -75,39 +75,52 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Far:
-    """Boundaries that wait in far memory."""
+class _Depth:
+    """What layers leave from forward to backward, and which of it waits in far memory.
 
-    boundaries: Boundaries
+    Attributes:
+        boundaries: None where all of it stays on the device.
+        boundary_bytes: Each layer's input.
+        kept: What each layer keeps of its attention.
+    """
+
+    boundaries: Boundaries | None
     boundary_bytes: int
+    kept: tuple[int, ...]
 
     @classmethod
-    def of(cls, method: Boundary, table: LayerTable, batch: BatchShape) -> "_Far | None":
-        """Return which boundaries `method` sends away, None where it sends none."""
-        if not isinstance(method, Offload):
-            return None
-        num_layers, nbytes = len(table.layers), batch.tokens * table.head.hidden_size * table.head.itemsize
-        depth = Depth(num_boundaries=num_layers, boundary_bytes=nbytes)
-        slots = (method.disk or 0) // depth.slot_bytes
-        boundaries = Boundaries(num_boundaries=num_layers, num_slots=slots, every=method.every)
-        return cls(boundaries=boundaries, boundary_bytes=nbytes)
+    def of(cls, method: Boundary, table: LayerTable, batch: BatchShape) -> "_Depth":
+        """Return what `method` lets the layers leave."""
+        itemsize = table.head.itemsize
+        shapes = [table.attention[kind] if keeps_attention(method) else None for kind in table.layers]
+        depth = Depth.of(
+            num_boundaries=len(table.layers),
+            tokens=batch.tokens,
+            width=table.head.hidden_size,
+            itemsize=itemsize,
+            kept=[each for each in shapes if each is not None],
+        )
+        boundaries = None
+        if isinstance(method, Offload):
+            slots = (method.disk or 0) // depth.slot_bytes
+            boundaries = Boundaries(num_boundaries=len(table.layers), num_slots=slots, every=method.every)
+        kept = [0 if each is None else sum(kept_bytes(each, batch.tokens, itemsize)) for each in shapes]
+        if boundaries is not None:
+            kept = [nbytes * boundaries.goes(index) for index, nbytes in enumerate(kept)]
+        return cls(boundaries=boundaries, boundary_bytes=depth.boundary_bytes, kept=tuple(kept))
 
     def away(self, part: Part, layer: int | None, phase: str) -> int:
         """Return the bytes that are not on the device while a layer, or what follows the last one, is at work.
 
         The first boundary is the embedding's output, which transformers holds for as long as its layers run forward.
         """
-        last = self.boundaries.num_boundaries - 1
-        layer = last if layer is None else layer
-        embedded = phase == "forward" and layer > 0 and self.boundaries.goes(0)
-        match part:
-            case "forward" | "turn":
-                here = self.boundaries.in_forward(layer) + embedded
-            case "backward":
-                here = self.boundaries.in_backward(layer)
-            case "enter" | "leave":
-                return 0
-        return (layer + 1 - here) * self.boundary_bytes
+        if self.boundaries is None or part in ("enter", "leave"):
+            return 0
+        layer = self.boundaries.num_boundaries - 1 if layer is None else layer
+        backward = part == "backward"
+        away = self.boundaries.away_in_backward(layer) if backward else self.boundaries.away_in_forward(layer)
+        embedded = phase == "forward" and 0 in away
+        return sum(self.boundary_bytes + self.kept[each] for each in away) - embedded * self.boundary_bytes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,7 +130,7 @@ class _Walk:
     table: LayerTable
     batch: BatchShape
     head: HeadBytes
-    far: _Far | None
+    depth: _Depth
     live: Sizes
 
     def add(self, sizes: Sizes) -> None:
@@ -130,8 +143,8 @@ class _Walk:
         """Yield the moments of one pass."""
         trained = bool(which.leave)
         for part, layer, leg in which.walk(self.table.layers):
-            away = self.far.away(part, layer, leg.phase) if self.far is not None and trained else 0
-            for moment in self._leg(leg, layer, trained=trained):
+            away = self.depth.away(part, layer, leg.phase) if trained else 0
+            for moment in self._leg(leg, layer, part if trained else None):
                 yield replace(moment, sizes=_sum(moment.sizes, {"boundaries": -away})) if away else moment
 
     def skip(self, which: Pass, times: int) -> None:
@@ -142,22 +155,19 @@ class _Walk:
         change = _sum(self.live, {name: -size for name, size in before.items()})
         self.live = _sum(before, {name: size * times for name, size in change.items()})
 
-    def _leg(self, leg: Leg, layer: int | None, *, trained: bool) -> Iterator[Moment]:
+    def _leg(self, leg: Leg, layer: int | None, part: Part | None) -> Iterator[Moment]:
         doing = "the head" if leg.phase == "head" else "around the layers" if layer is None else "inside"
         for peak in ({}, *leg.peaks) if leg.phase else ():
             yield self.moment(leg.phase, layer, doing, self._at(peak))
         self.add(self._at(leg.change))
-        yield from self._then(leg, layer, trained=trained)
+        yield from self._then(leg, layer, part)
 
-    def _then(self, leg: Leg, layer: int | None, *, trained: bool) -> Iterator[Moment]:
-        """Yield the moment of what follows a leg, and leave behind what stays of it."""
-        head = self.head
+    def _then(self, leg: Leg, layer: int | None, part: Part | None) -> Iterator[Moment]:
+        """Yield the moment of what follows a leg, and leave behind what stays of it; no `part` in an evaluation."""
+        head, trained = self.head, part is not None
         match leg.then:
             case "attention" | "attention backward":
-                shape = self.table.attention[self.table.layers[layer or 0]]
-                price = attention.forward_bytes if leg.then == "attention" else attention.backward_bytes
-                added = price(shape, self.batch, self.table.head.itemsize)
-                yield self.moment(leg.phase, layer, leg.then, {"layer working set": added})
+                yield from self._attention(leg, layer or 0, part)
             case "head":
                 added = head.forward if trained else head.evaluation
                 yield self.moment(leg.phase, None, "the head", {"head tiles": added})
@@ -165,6 +175,17 @@ class _Walk:
             case "head backward":
                 yield self.moment(leg.phase, None, "the head's gradients", {"head tiles": head.backward})
                 self.add({"head tiles": -head.kept})
+
+    def _attention(self, leg: Leg, layer: int, part: Part | None) -> Iterator[Moment]:
+        """Yield the moment of a layer's attention; what it keeps is there from its forward until it is found again."""
+        shape = self.table.attention[self.table.layers[layer]]
+        kept = self.depth.kept[layer]
+        found = leg.then == "attention" and part == "backward" and kept
+        price = attention.forward_bytes if leg.then == "attention" else attention.backward_bytes
+        added = 0 if found else price(shape, self.batch, self.table.head.itemsize)
+        yield self.moment(leg.phase, layer, leg.then, {"layer working set": added})
+        if leg.then == "attention" and part is not None:
+            self.add({"boundaries": -kept if part == "backward" else kept})
 
     def _at(self, lines: Lines) -> Sizes:
         return {name: line.at(self.batch) for name, line in lines.items()}

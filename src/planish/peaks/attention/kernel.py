@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from planish.memory import recall
+
 # What a kernel may hold at once beside tensors that grow with the number of tokens.
 BLOCK_BYTES = 4 * 2**20
 
@@ -18,7 +20,7 @@ class Kernel(Protocol):
     """The products of attention, forward and backward, with documents, window and scale inside."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output, contiguous, and each query's lse in at least float32."""
+        """Return the output and each query's lse in at least float32, both contiguous."""
         ...
 
     def backward(
@@ -35,6 +37,9 @@ class Attention(torch.autograd.Function):
     the kernel's own backward is right once it is given `lse'` and that output; the sink itself receives
     `-sum(grad * out) * exp(sink - lse')`.
 
+    In a layer that runs again and remembers (`memory.recall`), the output and its lse come back instead of being
+    computed.
+
     Memory:        keeps query, key, value, the output and its lse, and what the kernel says.
     Exactness:     equal to dense attention up to the order of summation.
     """
@@ -42,10 +47,11 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """Return the output and keep it with its lse."""
-        with torch.autocast(query.device.type, enabled=False):
-            out, lse = kernel.forward(query, key, value)
-            if sinks is not None:
-                lse = _fold_sinks(out, lse, sinks)
+        layer = recall.current()
+        kept = None if layer is None else layer.again()
+        out, lse = _compute(kernel, query, key, value, sinks) if kept is None else kept
+        if layer is not None and kept is None:
+            layer.keep(out, lse)
         ctx.kernel = kernel
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         return out
@@ -58,6 +64,12 @@ class Attention(torch.autograd.Function):
         with torch.autocast(query.device.type, enabled=False):
             grad_sinks = None if sinks is None else _sink_gradient(grad, out, lse, sinks)
             return None, *ctx.kernel.backward(grad, query, key, value, out, lse), grad_sinks
+
+
+def _compute(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    with torch.autocast(query.device.type, enabled=False):
+        out, lse = kernel.forward(query, key, value)
+        return out, lse if sinks is None else _fold_sinks(out, lse, sinks)
 
 
 def _fold_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class VarlenKernel:
             query.shape[1] != key.shape[1],
         )
         out = out[..., : value.shape[-1]].contiguous()
-        return out.view(rows, num_queries, heads, -1), lse.T.reshape(rows, num_queries, heads)
+        return out.view(rows, num_queries, heads, -1), lse.T.contiguous().view(rows, num_queries, heads)
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor

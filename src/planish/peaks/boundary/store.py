@@ -3,23 +3,19 @@
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from planish.errors import UsageError
 from planish.memory.far import FarTier
 from planish.memory.recall import Recall, running
 from planish.memory.slab import Pool, Region
 from planish.peaks.boundary.parked import Label, Parked, check_version, fits
+from planish.peaks.boundary.remembered import PLAIN, Recording, Replaying, Run
 from planish.price.boundary import Boundaries, Depth
-
-Run = Callable[..., Any]
-PLAIN: Run = partial(checkpoint, use_reentrant=False)
 
 
 class BoundaryStore:
@@ -119,7 +115,7 @@ class BoundaryStore:
         owner = boundary()  # autograd keeps this call for longer than the layer's input
         self._inside += 1
         try:
-            with running(None if owner is None else owner.recall(self._label)):
+            with running(None if owner is None else owner.recall()):
                 return function(*args)
         finally:
             self._inside -= 1
@@ -128,7 +124,7 @@ class BoundaryStore:
         leaving, last = self._leaving, self._last()
         if leaving is not None and not 0 < index - leaving.index < self.boundaries.every:
             self.settle()
-        boundary = _Boundary(index, tensor, last if last is not None and last.index < index else None)
+        boundary = _Boundary(index, tensor, last if last is not None and last.index < index else None, self._label)
         self._last = weakref.ref(boundary)
         rack = self._rack_for(index, tensor)
         if rack is None:
@@ -148,10 +144,10 @@ class BoundaryStore:
         if not isinstance(packed, _Boundary):
             return packed
         self.settle()
-        tensor = packed.tensor_again(self._label)
+        tensor = packed.tensor_again()
         ahead = packed.ahead(self.boundaries.every)
         if ahead is not None:
-            ahead.fetch(self._label)
+            ahead.fetch()
         return tensor
 
 
@@ -183,6 +179,7 @@ class _Boundary:
     __slots__ = (
         "__weakref__",
         "_kept",
+        "_label",
         "_parked",
         "_previous",
         "_rack",
@@ -193,8 +190,9 @@ class _Boundary:
         "index",
     )
 
-    def __init__(self, index: int, tensor: Tensor, previous: "_Boundary | None") -> None:
+    def __init__(self, index: int, tensor: Tensor, previous: "_Boundary | None", label: Label) -> None:
         self.index = index
+        self._label = label
         self._tensor: Tensor | None = tensor
         self._version = tensor._version
         self._previous: Callable[[], _Boundary | None] = weakref.ref(previous) if previous else lambda: None
@@ -224,16 +222,16 @@ class _Boundary:
             parked.leave()
         self._tensor = None
 
-    def fetch(self, label: Label) -> None:
+    def fetch(self) -> None:
         """Begin to bring everything back."""
         for parked in self._parked:
-            parked.fetch(label)
+            parked.fetch(self._label)
 
-    def tensor_again(self, label: Label) -> Tensor:
+    def tensor_again(self) -> Tensor:
         """Return the layer's input, waiting for it if it must come."""
         if self._parked:
-            self.fetch(label)
-            return self._parked[0].again(label)
+            self.fetch()
+            return self._parked[0].again(self._label)
         assert self._tensor is not None
         check_version(self.index, self._tensor, self._version)
         return self._tensor
@@ -247,12 +245,12 @@ class _Boundary:
             boundary = boundary._previous()
         return None
 
-    def recall(self, label: Label) -> "Recall | None":
+    def recall(self) -> Recall | None:
         """Return what the layer may remember in the run that begins: its first keeps, later ones find."""
         first, self._ran = not self._ran, True
         if len(self._regions) < 2:
             return None
-        return _Recording(self) if first else _Replaying(self, label)
+        return Recording(self) if first else Replaying(self)
 
     def computes(self) -> None:
         """Take note of a computation that may keep its result."""
@@ -266,35 +264,9 @@ class _Boundary:
         if len(sizes) == len(tensors) and all(map(fits, tensors, sizes)):
             self._kept[-1] = places
             for place, tensor in zip(places, tensors, strict=True):
+                self._label(self.index, tensor)
                 self._parked.append(Parked(self.index, tensor, self._rack.tier, self._regions[place]))
 
-    def kept(self, number: int, label: Label) -> tuple[Tensor, ...] | None:
+    def kept(self, number: int) -> tuple[Tensor, ...] | None:
         """Return what computation `number` kept, or None."""
-        return tuple(self._parked[place].again(label) for place in self._kept[number]) or None
-
-
-class _Recording:
-    """A layer's forward: nothing is known yet, results may be kept."""
-
-    def __init__(self, boundary: _Boundary) -> None:
-        self._boundary = boundary
-
-    def again(self) -> None:
-        self._boundary.computes()
-
-    def keep(self, *tensors: Tensor) -> None:
-        self._boundary.keep(tensors)
-
-
-class _Replaying:
-    """A layer that runs again: results come back in order."""
-
-    def __init__(self, boundary: _Boundary, label: Label) -> None:
-        self._boundary, self._label = boundary, label
-        self._numbers = count()
-
-    def again(self) -> tuple[Tensor, ...] | None:
-        return self._boundary.kept(next(self._numbers), self._label)
-
-    def keep(self, *tensors: Tensor) -> None:
-        """It is kept already, or could not be."""
+        return tuple(self._parked[place].again(self._label) for place in self._kept[number]) or None
