@@ -24,11 +24,47 @@ WIDTHS = {
     "pad_token_id": 0,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+SIGMOID = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "head_dim": 4,
+    "v_head_dim": 8,
+}
+HYBRID = {
+    "layers_block_type": ["attention", "moe"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "mamba_num_heads": 2,
+    "mamba_head_dim": 8,
+}
 FAMILIES = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {"sliding_window": 8}),
     "qwen3": ("Qwen3Config", {}),
     "qwen3-moe": ("Qwen3MoeConfig", EXPERTS),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 24}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek-v3": ("DeepseekV3Config", LATENT | SIGMOID),
+    "glm4-moe": ("Glm4MoeConfig", SIGMOID),
+    "gpt-oss": ("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "nemotron-h": ("NemotronHConfig", HYBRID),
     "gemma2": ("Gemma2Config", {"sliding_window": 8, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}),
     "granite": ("GraniteConfig", {"logits_scaling": 4.0}),
     "cohere": ("CohereConfig", {"logit_scale": 0.25}),

@@ -53,6 +53,21 @@ class Batched:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pipelined:
+    """Experts in tiles of fixed bytes, computed again in backward: memory that no routing changes (PipelinedLLEP).
+
+    Where the model has no experts it changes nothing.
+
+    Attributes:
+        tile_bytes: Of the routes of one expert that are at work at once.
+        block_rows: Tokens whose sums over experts are formed at once, in fp32; default: a whole microbatch.
+    """
+
+    tile_bytes: Bytes = 32 * 2**20
+    block_rows: Count | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
     """As `Checkpoint`, and the inputs wait in far memory between forward and backward (SCO).
 
@@ -119,7 +134,7 @@ class Apollo:
 
 Attention = Plain | Packed
 Vocab = Plain | Blocked
-Dispatch = Plain | Batched
+Dispatch = Plain | Batched | Pipelined
 Boundary = Plain | Checkpoint | Offload
 Optim = AdamW | Apollo
 

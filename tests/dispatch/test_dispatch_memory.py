@@ -5,7 +5,7 @@ import torch
 
 from planish.memory.ledger import Ledger
 from planish.peaks.dispatch import pipelined
-from planish.peaks.dispatch.pipelined import Options, sizes_of
+from planish.peaks.dispatch.pipelined import sizes_of
 from planish.peaks.dispatch.profiles import ONE_EXPERT, PUBLISHED
 from planish.price.dispatch import experts_bytes, tile_rows
 
@@ -44,8 +44,7 @@ def test_bytes_are_the_price(draw_layer, monkeypatch, case, block_rows, narrow_p
         monkeypatch.setattr(pipelined, "product_dtype", lambda given, _device: given)
     layer = draw_layer(200, 6, 3, **{"dtype": FP32, "hidden_size": 16, "width": 24} | CASES[case])
     forward, kept, backward = measure(layer, tile_rows=20, block_rows=block_rows)
-    options = Options(gate=layer.gate, tile_rows=20, block_rows=block_rows)
-    sizes = sizes_of(layer.hidden, layer.ids, layer.scores, layer.weights, options)
+    sizes = sizes_of(layer.hidden, layer.ids, layer.scores, layer.weights, layer.gate)
     priced = experts_bytes(sizes, len(layer.hidden), tile_rows=20, block_rows=block_rows)
     assert kept == 0
     assert (forward, backward) == (priced.forward, priced.backward)
@@ -72,7 +71,6 @@ def test_live_bytes_are_the_same_after_many_steps(draw_layer):
 
 def test_a_tile_takes_the_bytes_it_is_given(draw_layer):
     layer = draw_layer(50, 6, 3, dtype=FP32, hidden_size=16, width=24)
-    options = Options(gate=layer.gate, tile_rows=1, block_rows=50)
-    sizes = sizes_of(layer.hidden, layer.ids, layer.scores, layer.weights, options)
+    sizes = sizes_of(layer.hidden, layer.ids, layer.scores, layer.weights, layer.gate)
     assert tile_rows(sizes, 2**16) == 2**16 // (4 * (2 * 16 + 4 * 24 + 3))
     assert tile_rows(sizes, 1) == 1

@@ -17,12 +17,14 @@ from planish.methods import (
     Dispatch,
     Offload,
     Packed,
+    Pipelined,
     Plain,
     Plan,
     Vocab,
     keeps_attention,
 )
 from planish.models.anatomy import find
+from planish.models.experts import Seen, find_experts, install_experts
 from planish.models.forward import loss_forward
 from planish.models.head import head_loss
 from planish.peaks.attention.packed import packed_attention
@@ -62,6 +64,7 @@ def install(
     *,
     tokens: int | None = None,
     label: Label = lambda *_: None,
+    seen: Seen = lambda _: None,
     dry: bool = False,
 ) -> Installed:
     """Put the plan's methods into `model` through transformers' own seams; any loop or trainer may run it then.
@@ -77,6 +80,7 @@ def install(
         plan: One method per peak.
         tokens: Rows x context of the largest microbatch; `boundary = offload` sizes its slots by it.
         label: Told of each boundary that is back on the device, by layer.
+        seen: Told of the load of each layer of experts that runs, with `dispatch = pipelined`.
         dry: The model's tensors are fake: far memory is accounted for and not taken.
 
     Returns:
@@ -99,8 +103,8 @@ def install(
     try:
         for part in (
             lambda: _attention(model, plan.attention),
-            lambda: _dispatch(model, plan.dispatch),
             lambda: _boundary(model, plan.boundary, tokens=tokens, label=label, dry=dry),
+            lambda: _dispatch(model, plan.dispatch, seen=seen, dry=dry),
             lambda: _head(model, plan.vocab),
         ):
             done += [each for each in [part()] if each is not None]
@@ -140,7 +144,7 @@ def _refuse_left_padding(_module: nn.Module, _args: object, inputs: dict[str, An
         )
 
 
-def _dispatch(model: PreTrainedModel, method: Dispatch) -> Part | None:
+def _dispatch(model: PreTrainedModel, method: Dispatch, *, seen: Seen, dry: bool) -> Part | None:
     match method:
         case Plain():
             return None
@@ -152,6 +156,15 @@ def _dispatch(model: PreTrainedModel, method: Dispatch) -> Part | None:
             return Part(
                 sentence=f"experts: {before['']} -> batched_mm",
                 restore=lambda: model.set_experts_implementation(before),
+            )
+        case Pipelined():
+            found = find_experts(model, find(model).layers)
+            if not found.modules:
+                return None
+            before = model.get_experts_implementation()[""]
+            return Part(
+                sentence=f"experts: {before} -> planish, in tiles of fixed bytes",
+                restore=install_experts(model, found, method, seen=seen, dry=dry),
             )
         case _:
             assert_never(method)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -17,6 +18,21 @@ Read = Callable[[Tensor], list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What the router made of one layer.
+
+    Attributes:
+        max_over_mean: The most routes of one expert, over the mean.
+        spilled: Routes that a rank other than their expert's owner worked on.
+        blocks: Blocks that it took.
+    """
+
+    max_over_mean: float
+    spilled: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How a layer's experts run.
 
@@ -25,12 +41,14 @@ class Options:
         tile_rows: Routes of one expert that are at work at once.
         block_rows: Tokens whose sums over experts are formed at once.
         read: Reads integers from a tensor; the one wait for the device in a layer.
+        seen: Told of the load when a layer runs forward, and when it runs again.
     """
 
     gate: Gate
     tile_rows: int
     block_rows: int
     read: Read = Tensor.tolist
+    seen: Callable[[Load], None] = lambda _: None
 
 
 def pipelined_experts(hidden: Tensor, ids: Tensor, scores: Tensor, weights: Weights, options: Options) -> Tensor:
@@ -71,15 +89,20 @@ class _Pipelined(torch.autograd.Function):
         ctx.ids, ctx.transposed, ctx.options = ids, transposed, options
         hidden, scores, up, down, up_bias, down_bias = operands
         weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=transposed)
-        sizes = sizes_of(hidden, ids, scores, weights, options)
+        sizes = sizes_of(hidden, ids, scores, weights, options.gate)
         buffers = _allocate(forward_buffers(sizes, len(hidden), options.tile_rows, options.block_rows), hidden, scores)
         desk = Desk(weights, options.gate, buffers)
         result = hidden.new_empty(hidden.shape)
-        for block in _blocks(len(hidden), options.block_rows):
+        loads, blocks = np.zeros(weights.num_experts), _blocks(len(hidden), options.block_rows)
+        for block in blocks:
             total = _total(result[block], buffers)
-            desk.add_outputs(_route(hidden[block], ids[block], scores[block], weights.num_experts, options.read), total)
+            rows = _route(hidden[block], ids[block], scores[block], weights.num_experts, options.read)
+            desk.add_outputs(rows, total)
+            loads += np.diff(rows.ends, prepend=0)
+            del rows
             if total.dtype != result.dtype:
                 result[block] = total
+        options.seen(Load(max_over_mean=max_over_mean(loads), spilled=0, blocks=len(blocks)))
         return result
 
     @staticmethod
@@ -89,7 +112,7 @@ class _Pipelined(torch.autograd.Function):
         options, ids = ctx.options, ctx.ids
         need_hidden, need_scores, *wanted = ctx.needs_input_grad[3:]
         weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=ctx.transposed)
-        sizes = sizes_of(hidden, ids, scores, weights, options)
+        sizes = sizes_of(hidden, ids, scores, weights, options.gate)
         listed = backward_buffers(sizes, len(hidden), options.tile_rows, options.block_rows)
         buffers = _allocate(listed, hidden, scores)
         desk = Desk(weights, options.gate, buffers)
@@ -113,12 +136,17 @@ class _Pipelined(torch.autograd.Function):
         return None, None, None, by_hidden, by_scores, *sums.finish()
 
 
-def sizes_of(hidden: Tensor, ids: Tensor, scores: Tensor, weights: Weights, options: Options) -> Experts:
+def max_over_mean(loads: np.ndarray) -> float:
+    """Return the largest of `loads` over their mean, 1.0 where there are none."""
+    return float(loads.max() / loads.mean()) if loads.any() else 1.0
+
+
+def sizes_of(hidden: Tensor, ids: Tensor, scores: Tensor, weights: Weights, gate: Gate) -> Experts:
     """Return what a price needs to know of a call."""
     inner = weights.up.shape[2 if weights.transposed else 1]
     return Experts(
         hidden_size=hidden.shape[1],
-        width=inner // columns(options.gate),
+        width=inner // columns(gate),
         columns=inner,
         num_experts=weights.num_experts,
         top_k=ids.shape[1],
