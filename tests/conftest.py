@@ -66,6 +66,7 @@ FAMILIES = {
     "gpt-oss": ("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "nemotron-h": ("NemotronHConfig", HYBRID),
     "gemma2": ("Gemma2Config", {"sliding_window": 8, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}),
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 8, "query_pre_attn_scalar": 8}),
     "granite": ("GraniteConfig", {"logits_scaling": 4.0}),
     "cohere": ("CohereConfig", {"logit_scale": 0.25}),
 }

@@ -58,6 +58,17 @@ def fields_of(cls: type) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
     return {field.name.removesuffix("_"): (field, hints[field.name]) for field in dataclasses.fields(cls)}
 
 
+def default_of(field: dataclasses.Field[Any], annotation: Any) -> Any:
+    """Return a field's default as a run file has it; None where it is nothing, or where there is none."""
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return None if default is dataclasses.MISSING else _encode(default, annotation)
+
+
+def is_required(field: dataclasses.Field[Any]) -> bool:
+    """Return whether a value must be given."""
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
 def _decode_table(cls: type, tree: Any, where: str) -> Any:
     if not isinstance(tree, Mapping):
         raise UsageError(f"`{where}` must be a table, got {tree!r}.")
@@ -70,7 +81,7 @@ def _decode_table(cls: type, tree: Any, where: str) -> Any:
             raise UsageError(f"unknown key `{dotted}`; {nearest(name, known)}")
         field, annotation = known[name]
         values[field.name] = _decode_value(annotation, value, dotted)
-    missing = [name for name, (field, _) in known.items() if field.name not in values and _is_required(field)]
+    missing = [name for name, (field, _) in known.items() if field.name not in values and is_required(field)]
     if missing:
         dotted = ", ".join(f"`{where}.{name}`" if where else f"`{name}`" for name in missing)
         raise UsageError(f"{dotted} must be given; it has no default.")
@@ -78,10 +89,6 @@ def _decode_table(cls: type, tree: Any, where: str) -> Any:
         return cls(**values)
     except ValueError as error:
         raise error if isinstance(error, UsageError) else UsageError(str(error)) from error
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _decode_value(annotation: Any, value: Any, where: str) -> Any:
@@ -110,7 +117,8 @@ def _decode_size(kind: str, value: Any, where: str) -> int:
     if kind == "bytes" and plain_int and where.endswith("_bytes") and value > 0:
         return value
     if not (plain_int or isinstance(value, str)):
-        raise UsageError(f'`{where}` must be a size such as "4GiB" or 4096, got {value!r}.')
+        kind_words = 'a size such as "4GiB"' if kind == "bytes" else 'a whole number such as 4096 or "4K"'
+        raise UsageError(f"`{where}` must be {kind_words}, got {value!r}.")
     parse = parse_bytes if kind == "bytes" else parse_count
     try:
         return parse(str(value), name=where)
@@ -155,9 +163,15 @@ def _decode_scalar(annotation: Any, value: Any, where: str) -> Any:
         return Path(value)
     if annotation is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    if annotation in (int, float, bool, str) and type(value) is annotation:
+    if annotation in (int, float, bool, str) and type(value) is annotation and value != "":
         return value
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+    words = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text that is not empty",
+        Path: "a path that is not empty",
+    }
     raise UsageError(f"`{where}` must be {words[annotation]}, got {value!r}.")
 
 

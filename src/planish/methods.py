@@ -23,9 +23,11 @@ class Packed:
 class Blocked:
     """Vocabulary projection and loss in tiles of fixed bytes; logits are never formed (CCE).
 
-    `strategy` trades bytes for products: "gradients-in-forward" multiplies three times and keeps both gradients
-    from forward to backward, "recompute" multiplies four times and keeps 12 bytes a token, "auto" takes the first
-    while its buffers are no larger than `tile_bytes` allows.
+    Attributes:
+        tile_bytes: Bytes of one tile of logits.
+        strategy: Bytes for products: "gradients-in-forward" multiplies three times and keeps both gradients from
+            forward to backward, "recompute" multiplies four times and keeps 12 bytes a token, "auto" takes the first
+            while its buffers are no larger than `tile_bytes` allows.
     """
 
     tile_bytes: Bytes = 64 * 2**20

@@ -1,15 +1,14 @@
 """The run file: one tree of settings, the same in TOML and as flags (`--train.steps 100`)."""
 
-import dataclasses
 import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 import tomli_w
 
-from planish.decode import Bytes, Count, decode, encode
+from planish.decode import Bytes, Count, decode, encode, fields_of
 from planish.errors import UsageError
 from planish.methods import Apollo, Plan
 
@@ -95,7 +94,9 @@ class DataSection:
                 f"got {len(self.weights)}."
             )
         if not all(0 < weight < math.inf for weight in self.weights):
-            raise ValueError(f"`data.weights` must be above 0, got {list(self.weights)}; leave out what is not wanted.")
+            raise ValueError(
+                f"`data.weights` must be above 0 and finite, got {list(self.weights)}; leave out what is not wanted."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +133,15 @@ class TrainSection:
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"`train.{name}` must be above 0, got {getattr(self, name)}; write for example 1e-4.")
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"`train.{name}` must be above 0 and finite, got {value}; write for example 1e-4.")
         for name in ("warmup", "clip", "weight_decay", "eval_every"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"`train.{name}` must be 0 or more, got {getattr(self, name)}; 0 turns it off.")
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"`train.{name}` must be 0 or more and finite, got {value}; 0 turns it off.")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"`train.seed` must be in 0 to 2^63 - 1, got {self.seed}.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"`train.betas` must be two numbers in [0, 1), got {list(self.betas)}; try [0.9, 0.95].")
         if self.warmup > self.steps:
@@ -229,9 +234,9 @@ def load(path: Path | None, settings: list[tuple[str, Any]]) -> RunFile:
     try:
         return decode(RunFile, tree)
     except UsageError as error:
-        if path is not None and not settings:
-            raise UsageError(f"{path}: {error}") from error
-        raise
+        if path is None:
+            raise
+        raise UsageError(f"{path}{' with its flags' if settings else ''}: {error}") from error
 
 
 def load_tree(path: Path | None, settings: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -250,8 +255,9 @@ def split_flags(words: list[str]) -> tuple[list[tuple[str, Any]], list[str]]:
     """Return the settings in `words` as (dotted name, value), and the words that are no settings.
 
     A setting is written `--a.b value`, `--a.b=value` or bare `--a.b` (true); `--memory` is short for `--memory.budget`.
+    One that holds several values collects them where it is given again; of others the last one counts.
     """
-    settings: list[tuple[str, Any]] = []
+    settings: dict[str, Any] = {}
     others: list[str] = []
     rest = list(words)
     while rest:
@@ -263,27 +269,15 @@ def split_flags(words: list[str]) -> tuple[list[tuple[str, Any]], list[str]]:
         if not equals:
             text = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         name = "memory.budget" if name == "memory" else name.replace("-", "_")
-        settings.append((name, _flag_value(text)))
-    return settings, others
-
-
-def describe() -> str:
-    """Return every setting with its type's default and meaning, as a text table for `--help`."""
-    lines = []
-    for section in dataclasses.fields(RunFile):
-        if section.name == "plan":
-            continue
-        cls = section.type
-        lines += ["", f"[{section.name}]  {_summary(cls)}"]
-        meanings = _attributes(cls)
-        for each in dataclasses.fields(cls):
-            lines.append(f"  --{section.name}.{each.name.removesuffix('_'):<18} {meanings.get(each.name, '')}")
-    return "\n".join(lines).lstrip("\n")
+        value = _flag_value(text)
+        again = name in settings and _holds_several(name)
+        settings[name] = [*_listed(settings[name]), *_listed(value)] if again else value
+    return list(settings.items()), others
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors may begin a file with a byte-order mark
     except FileNotFoundError as error:
         raise UsageError(f"run file {path} does not exist; name a TOML file or give settings as flags.") from error
     except UnicodeDecodeError as error:
@@ -301,6 +295,17 @@ def _flag_value(text: str) -> Any:
         return text
 
 
+def _holds_several(name: str) -> bool:
+    section, _, key = name.partition(".")
+    classes = {"model": ModelSection, "data": DataSection, "train": TrainSection}
+    found = fields_of(classes[section]).get(key) if section in classes else None
+    return found is not None and get_origin(found[1]) is tuple
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, leaf = dotted.split(".")
     for parent in parents:
@@ -309,17 +314,3 @@ def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
             child = tree[parent] = {"method": child}
         tree = child
     tree[leaf] = value
-
-
-def _summary(cls: Any) -> str:
-    return (cls.__doc__ or "").strip().splitlines()[0]
-
-
-def _attributes(cls: Any) -> dict[str, str]:
-    """Return the meaning of each field, read from the docstring's `Attributes:` section."""
-    found = {}
-    for line in (cls.__doc__ or "").partition("Attributes:")[2].splitlines():
-        name, colon, meaning = line.strip().partition(": ")
-        if colon and name.isidentifier():
-            found[name] = meaning
-    return found

@@ -1,9 +1,9 @@
 """`planish plan` as a user meets it: at once, one JSON object where asked, with the exit code of its answer."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -34,10 +34,10 @@ def tiny(model_folder):
 def test_the_built_in_model_is_answered_at_once_and_without_torch():
     code = "import sys; from planish.cli.main import main; code = main(sys.argv[1:]); "
     code += "sys.exit(100 * ('torch' in sys.modules or 'transformers' in sys.modules) + code)"
-    started = time.perf_counter()
+    before_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     words = [*BUILT_IN, "--memory", "3GiB"]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
-    assert time.perf_counter() - started < 2
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before_s < 2  # of the processor: others may use it
     assert (done.returncode, done.stderr) == (0, "")
     assert "fits 3.00 GiB" in done.stdout
     assert Plan.from_toml(done.stdout[done.stdout.index("[plan.attention]") :]) == Plan()

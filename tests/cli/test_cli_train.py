@@ -45,6 +45,7 @@ def test_a_run_leaves_what_the_contract_names(train, tmp_path, text_file, family
     assert metrics[3]["eval/loss"] > 0
     assert {line["step"] for line in lines(run / "memory.jsonl")} == {0, 1, 2, 3}
     assert (run / "latest").read_text() == "step-00000003\n"
+    assert "<svg" in (run / "report.html").read_text()
     checkpoint = run / "checkpoints" / "step-00000003"
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert {param.dtype for param in model.parameters()} == {torch.float32 if dtype == "fp32" else torch.bfloat16}
@@ -103,6 +104,18 @@ def test_a_run_folder_is_not_lost_by_accident(train, tmp_path):
         (["--memory", "4XB"], "unknown unit 'XB'"),
         (["--memory", "0GiB"], "must be above zero"),
         (["--train.lr", "0"], "`train.lr` must be above 0"),
+        (["--train.lr", "inf"], "`train.lr` must be above 0 and finite"),
+        (["--train.eps", "nan"], "`train.eps` must be above 0 and finite"),
+        (["--train.weight_decay", "inf"], "`train.weight_decay` must be 0 or more and finite"),
+        (["--train.clip", "nan"], "`train.clip` must be 0 or more and finite"),
+        (["--train.seed", "-1"], "`train.seed` must be in 0 to 2^63 - 1"),
+        (["--train.steps", "1.5"], '`train.steps` must be a whole number such as 4096 or "4K", got 1.5'),
+        (["--data.train", ""], "`data.train` must be text that is not empty"),
+        (["--save.dir", ""], "`save.dir` must be a path that is not empty"),
+        ([""], "an argument is empty"),
+        (["--ressume"], "has no option `--ressume`; did you mean `--resume`?"),
+        (["--steps", "3"], "did you mean `--train.steps`?"),
+        (["one.toml", "two.toml"], "takes no further argument 'two.toml'"),
         (["--train.warmup", "9"], "must not exceed `train.steps`"),
         (["--train.global_tokens", "33"], "must be a multiple of `data.context`"),
         (["--data.context", "300"], "longer than the model's 256 positions"),
@@ -190,7 +203,20 @@ def test_a_budget_broken_while_running_stops_with_the_table_in_the_folder(train,
     code, error = train("--memory", "400KiB")
     assert code == 4
     assert "over the budget" in error
-    assert "bytes alive" in (tmp_path / "run" / "budget-exceeded.txt").read_text()
+    assert "No step had been saved." in error
+    table = tmp_path / "run" / "budget-exceeded.txt"
+    assert error.startswith("bytes alive")
+    assert f"The whole table is in {table}." in error
+    assert "bytes alive" in table.read_text()
+    assert "over the budget" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_budget_broken_by_the_weights_shows_its_table_too(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "check_fit", predict)
+    code, error = train("--memory", "20KiB")
+    assert code == 4
+    assert error.startswith("bytes alive")
+    assert not (tmp_path / "run").exists()
 
 
 def test_plan_answers_as_the_run_would(model_folder, text_file, capsys):
@@ -220,6 +246,16 @@ def test_nan_names_step_and_layer_and_keeps_the_last_checkpoint(train, tmp_path,
     assert code == 6
     assert "step 1" in error
     assert "model.layers.1.mlp.up_proj" in error
+    assert "No step had been saved." in error
+    assert "train.lr" not in error
+
+
+def test_nan_after_an_update_names_what_is_kept_and_the_learning_rate(train, tmp_path):
+    assert train("--train.steps", 2, "--train.schedule", "constant", "--save.every", 1)[0] == 0
+    code, error = train("--train.steps", 9, "--train.schedule", "constant", "--train.lr", 1e30, "--resume")
+    assert code == 6
+    assert "lower `train.lr`" in error
+    assert "Step 2 is saved" in error
 
 
 def test_weights_that_an_update_broke_are_not_saved(train, tmp_path):
@@ -229,15 +265,42 @@ def test_weights_that_an_update_broke_are_not_saved(train, tmp_path):
     assert not (tmp_path / "run" / "latest").exists()
 
 
-def test_a_bad_held_out_file_costs_no_step(train, tmp_path, text_file):
-    held = tmp_path / "held"
-    held.mkdir()
-    (held / "a.txt").write_text("Some good words first. " * 8)
-    (held / "z.txt").write_bytes(b"then \xff")
-    code, error = train("--data.eval", held)
+@pytest.mark.parametrize("part", ["--data.train", "--data.eval"])
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("z.txt", b"then \xff", "not UTF-8 at byte 5"),
+        ("z.txt", b"then \0", "byte 5 is NUL"),
+        ("z.jsonl", b'{"text": "a"}\n{"text": \n', "z.jsonl:2 is not JSON"),
+        ("z.bin", b"\xff\x7f" * 40, "has id 32767"),
+    ],
+)
+def test_a_bad_file_among_good_ones_is_found_at_launch(train, tmp_path, part, name, content, said):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("Some good words first. " * 8)
+    (folder / name).write_bytes(content)
+    code, error = train(part, folder, "--save.dir", tmp_path / "runs" / "deep" / "run")
     assert code == 2
-    assert "z.txt" in error
-    assert (tmp_path / "run" / "latest").read_text() == "step-00000003\n"
+    assert error.count("\n") == 1
+    assert name in error
+    assert said in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_data_that_fails_under_way_costs_no_step(train, tmp_path):
+    """Only its tokens tell how long a document is, so this one is refused when its turn comes."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for index in range(9):
+        (folder / f"{index}.txt").write_text("Some good words. " * (1 if index else 40))
+    code, error = train("--data.train", folder, "--data.long_documents", "refuse", "--data.pack", "none",
+                        "--train.steps", 40, "--data.seed", 3)  # fmt: skip
+    assert code == 2
+    assert "more than `data.context`" in error
+    done = lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
+    assert f"Step {done} is saved" in error
+    assert (tmp_path / "run" / "latest").read_text() == f"step-{done:08d}\n"
 
 
 def test_ctrl_c_saves_and_ends_with_130(model_folder, text_file, tmp_path):
@@ -262,3 +325,36 @@ def test_resuming_a_finished_run_does_nothing(train, tmp_path, model_folder):
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     assert train("--resume", model=folder)[0] == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_pointer_that_is_gone_or_empty_loses_nothing(train, tmp_path, model_folder, text_file):
+    folder, run = model_folder(), tmp_path / "run"
+    assert train(model=folder)[0] == 0
+    for spoil in (lambda: (run / "latest").write_text(""), (run / "latest").unlink):
+        spoil()
+        assert main(["generate", str(run), "--prompt", "The", "--max-tokens", "2"]) == 0
+        assert main(["eval", str(run), str(text_file), "--context", "64", "--max-tokens", "64"]) == 0
+    assert train("--resume", "--train.steps", 4, model=folder)[0] == 0
+    assert [line["step"] for line in lines(run / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_generating_from_a_run_without_a_checkpoint_says_so(tmp_path, capsys):
+    (tmp_path / "checkpoints").mkdir()
+    assert main(["generate", str(tmp_path), "--prompt", "The"]) == 2
+    assert "holds no checkpoint yet" in capsys.readouterr().err
+
+
+def test_resuming_with_other_settings_says_which(train, model_folder, capsys):
+    folder = model_folder()
+    assert train(model=folder)[0] == 0
+    code, error = train("--resume", "--train.steps", 4, "--data.context", 64, model=folder)
+    assert code == 2
+    assert "`data.context` is 64 and was 32, so that what follows would be another run" in error
+    assert train("--resume", "--train.steps", 4, "--train.lr", 2e-4, model=folder)[0] == 0
+
+
+def test_a_mistake_in_the_run_file_names_it_also_beside_flags(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf[train]\nstep = 2\n")  # as some editors write it
+    assert main(["train", str(path), "--data.train", "x", "--model.from", "y"]) == 2
+    assert f"{path} with its flags: unknown key `train.step`" in capsys.readouterr().err

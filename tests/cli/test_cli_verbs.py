@@ -27,11 +27,39 @@ def test_every_verb_explains_itself(verb, capsys):
     assert f"usage: planish {verb}" in capsys.readouterr().out
 
 
-def test_train_help_lists_every_setting(capsys):
-    main(["train", "--help"])
+@pytest.mark.parametrize("verb", ["train", "plan", "verify"])
+def test_help_lists_every_setting_with_its_default(verb, capsys):
+    assert main([verb, "--help"]) == 0
     said = capsys.readouterr().out
-    for name in ("--model.from", "--data.context", "--train.global_tokens", "--memory.budget", "--save.keep"):
+    for name in ("--model.from", "--data.context", "--train.global_tokens", "--memory X", "--save.keep"):
         assert name in said
+    assert "Peak learning rate. (default: 0.0001)" in said
+    assert "--plan.vocab METHOD`. (default: blocked)" in said
+    assert 'Bytes of one tile of logits. (default: "64MiB")' in said
+
+
+@pytest.mark.parametrize("verb", ["generate", "eval", "report", "data"])
+def test_what_is_missing_is_named(verb, capsys):
+    assert main([verb]) == 2
+    said = capsys.readouterr().err
+    assert "needs" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("target", "code"), [("/dev/full", 5), ("/dev/null", 0)])
+def test_output_that_nobody_takes_is_one_sentence(target, code):
+    with open(target, "w") as file:  # noqa: PTH123
+        done = subprocess.run(
+            [sys.executable, "-m", "planish", "--help"], stdout=file, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == code
+    assert done.stderr.count("\n") == int(code > 0)
+
+
+def test_a_closed_output_is_one_sentence():
+    command = f"{sys.executable} -m planish --help >&-"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (5, 1)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +88,23 @@ def test_generate_continues_as_transformers_does(model_folder, tiny_tokenizer, c
     assert capsys.readouterr().out == tiny_tokenizer.decode(expected, skip_special_tokens=True) + "\n"
 
 
-@pytest.mark.parametrize("flags", [["--max-tokens", "0"], ["--temperature", "-1"], ["--chat"], ["--prompt", ""]])
-def test_generate_refuses(model_folder, flags):
+@pytest.mark.parametrize("flags", [
+    ["--max-tokens", "0"], ["--temperature", "-1"], ["--temperature", "nan"], ["--temperature", "inf"],
+    ["--seed", "99999999999999999999"], ["--seed", "x"], ["--sed", "1"], ["--chat"], ["--prompt", ""],
+    ["--dtype", "fp8"],
+])  # fmt: skip
+def test_generate_refuses(model_folder, flags, capsys):
     assert main(["generate", str(model_folder()), "--prompt", "x", *flags]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_model_that_answers_with_nan_is_said_so(tmp_path, tiny_model, tiny_tokenizer, capsys):
+    model = tiny_model()
+    torch.nn.init.constant_(model.model.norm.weight, math.nan)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    assert main(["generate", str(tmp_path), "--prompt", "x"]) == 6
+    assert "answers with NaN" in capsys.readouterr().err
 
 
 def test_eval_is_the_mean_loss_and_its_bits_per_byte(model_folder, tiny_tokenizer, tmp_path, capsys):

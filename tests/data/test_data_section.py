@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
+from planish.cli.settings import describe_settings
 from planish.decode import decode
 from planish.errors import UsageError
-from planish.runfile import DataSection, describe
+from planish.runfile import DataSection
 
 
 def test_weights_are_one_positive_number_for_each_entry():
@@ -19,8 +20,11 @@ def test_weights_are_one_positive_number_for_each_entry():
     [
         ({"train": []}, "`data.train` must name at least one source"),
         ({"train": ["a"], "weights": [1, 2]}, "`data.weights` must have one number for each of the 1 entries of"),
-        ({"train": ["a", "b"], "weights": [1, 0]}, r"`data.weights` must be above 0, got \[1.0, 0.0\]"),
-        ({"train": ["a", "b"], "weights": [1, float("nan")]}, r"`data.weights` must be above 0, got \[1.0, nan\]"),
+        ({"train": ["a", "b"], "weights": [1, 0]}, r"`data.weights` must be above 0 and finite, got \[1.0, 0.0\]"),
+        (
+            {"train": ["a", "b"], "weights": [1, float("nan")]},
+            r"must be above 0 and finite, got \[1.0, nan\]",
+        ),
         ({"train": "a", "pack": "all"}, '`data.pack` must be one of "documents", "none", got \'all\''),
         ({"train": "a", "loss_on": "user"}, '`data.loss_on` must be one of "all", "assistant", got \'user\''),
         ({"train": "a", "long_documents": "drop"}, '`data.long_documents` must be one of "split", "refuse", got'),
@@ -32,7 +36,7 @@ def test_settings_that_mean_nothing_are_refused(tree, message):
 
 
 def test_each_setting_is_explained():
-    table = describe()
+    table = describe_settings()
     for field in dataclasses.fields(DataSection):
         [line] = [line for line in table.splitlines() if line.split()[:1] == [f"--data.{field.name}"]]
         assert len(line.split()) > 1

@@ -29,7 +29,7 @@ def test_a_new_folder_holds_the_settings_and_nothing_else(tmp_path):
 
 
 def test_nothing_is_left_of_a_run_that_never_began(tmp_path):
-    with open_run_folder(tmp_path / "run", resume=False, overwrite=False):
+    with open_run_folder(tmp_path / "runs" / "deep" / "run", resume=False, overwrite=False):
         pass
     assert list(tmp_path.iterdir()) == []
 

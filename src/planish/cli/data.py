@@ -16,9 +16,9 @@ from planish.units import format_bytes
 class Options:
     """Show what a corpus holds: documents, bytes, tokens, lengths."""
 
-    what: Annotated[Literal["stats"], tyro.conf.Positional]
+    what: Annotated[Literal["stats"], tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")]
     """What to show."""
-    text: Annotated[tuple[str, ...], tyro.conf.Positional]
+    text: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")]
     """Files, folders or built-in corpora ("builtin:english", "builtin:python")."""
     tokenizer: str = "smollm2-135m"
     """A folder or built-in model to take the tokenizer from."""
@@ -31,6 +31,8 @@ class Options:
 def main(words: list[str]) -> int:
     """Run the verb."""
     options = parse_plain(Options, words, verb="data")
+    if not options.text:
+        raise UsageError("`planish data stats` needs a text to look at, for example builtin:english.")
     context = count(options.context, name="--context")
     if options.max_documents is not None and options.max_documents < 1:
         raise UsageError(f"`--max-documents` must be 1 or more, got {options.max_documents}.")

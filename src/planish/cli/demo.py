@@ -29,7 +29,7 @@ _TOLERANCE = 2**-8
 class Options:
     """Train SmolLM2-135M on English text at 4,096 tokens, plain and bounded, and compare (minutes on two cores)."""
 
-    peak: Annotated[str | None, tyro.conf.Positional] = None
+    peak: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="PEAK")] = None
     """Show one peak alone, in a minute: attention, vocab or boundary."""
     dir: Path = Path("runs/demo")
     """Run folder; what an earlier demo wrote there is replaced."""
@@ -52,12 +52,12 @@ def main(words: list[str]) -> int:
     if options.peak is not None and options.peak not in peaks:
         raise UsageError(f"no peak {options.peak!r} to show; {nearest(options.peak, peaks)}")
 
-    import transformers
-
     from planish.memory.allocator import fix_malloc_thresholds
+    from planish.train.run_folder import open_run_folder
 
+    with open_run_folder(options.dir, resume=False, overwrite=(options.dir / "run.toml").exists()):
+        pass  # refused now, and not after minutes
     fix_malloc_thresholds()
-    transformers.utils.logging.disable_progress_bar()
     if options.peak is None:
         _whole(options.dir)
     else:

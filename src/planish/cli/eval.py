@@ -10,6 +10,7 @@ import tyro
 
 from planish.cli.generate import model_source
 from planish.cli.options import count, parse_plain, size_bytes
+from planish.errors import UsageError
 from planish.methods import Plan
 from planish.runfile import ModelSection
 from planish.units import format_bytes
@@ -19,9 +20,9 @@ from planish.units import format_bytes
 class Options:
     """Measure a model on held-out text."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A transformers folder, a run folder (its latest checkpoint), or a built-in model ("smollm2-135m")."""
-    text: Annotated[tuple[str, ...], tyro.conf.Positional]
+    text: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")]
     """Files, folders or built-in corpora ("builtin:english")."""
     context: str = "2048"
     """Tokens in one row, such as 4096 or 4K."""
@@ -38,11 +39,11 @@ class Options:
 def main(words: list[str]) -> int:
     """Run the verb."""
     options = parse_plain(Options, words, verb="eval")
+    if not options.text:
+        raise UsageError("`planish eval` needs a text to measure on, for example builtin:english.")
     context = count(options.context, name="--context")
     max_tokens = count(options.max_tokens, name="--max-tokens")
     budget_bytes = size_bytes(options.memory, name="--memory") if options.memory else None
-
-    import transformers
 
     from planish.data.feed import eval_batches
     from planish.memory.ledger import Ledger
@@ -51,7 +52,6 @@ def main(words: list[str]) -> int:
     from planish.train.evaluate import evaluate
     from planish.train.facts import MeasuredFacts
 
-    transformers.utils.logging.disable_progress_bar()
     section = ModelSection(from_=model_source(options.model), dtype=options.dtype)
     tokenizer = load_tokenizer(section)
     with ExitStack() as scope, Ledger(budget_bytes=budget_bytes) as ledger:

@@ -1,5 +1,6 @@
 """`planish generate MODEL`: a prompt in, the model's continuation out."""
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,14 +9,14 @@ from typing import Annotated, Literal
 import tyro
 
 from planish.cli.options import parse_plain
-from planish.errors import UsageError
+from planish.errors import NotFinite, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Continue a prompt with a model."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A transformers folder, a run folder (its latest checkpoint), or a built-in model ("smollm2-135m")."""
     prompt: str
     """What to continue."""
@@ -36,8 +37,10 @@ def main(words: list[str]) -> int:
     options = parse_plain(Options, words, verb="generate")
     if options.max_tokens < 1:
         raise UsageError(f"`--max-tokens` must be 1 or more, got {options.max_tokens}.")
-    if options.temperature < 0:
-        raise UsageError(f"`--temperature` must be 0 or more, got {options.temperature}.")
+    if not 0 <= options.temperature < math.inf:
+        raise UsageError(f"`--temperature` must be 0 or more and finite, got {options.temperature}; try 0.7.")
+    if not 0 <= options.seed < 2**63:
+        raise UsageError(f"`--seed` must be in 0 to 2^63 - 1, got {options.seed}.")
     sys.stdout.write(generate(options) + "\n")
     return 0
 
@@ -45,13 +48,13 @@ def main(words: list[str]) -> int:
 def generate(options: Options) -> str:
     """Return the continuation, without the prompt."""
     import torch
-    import transformers
+    from transformers import LogitsProcessorList
 
     from planish.models.load import load_model, load_tokenizer
     from planish.runfile import ModelSection
 
-    transformers.utils.logging.disable_progress_bar()
-    section = ModelSection(from_=model_source(options.model), dtype=options.dtype)
+    source = model_source(options.model)
+    section = ModelSection(from_=source, dtype=options.dtype)
     tokenizer = load_tokenizer(section)
     model = load_model(section, context=1, tokenizer=tokenizer, seed=0).eval()
     if options.chat:
@@ -67,11 +70,20 @@ def generate(options: Options) -> str:
         raise UsageError("`--prompt` holds no token; write at least one character.")
     torch.manual_seed(options.seed)
     drawn = {"do_sample": True, "temperature": options.temperature} if options.temperature else {"do_sample": False}
+
+    def refuse_nan(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.isnan().any():
+            raise NotFinite(
+                f"the model in {source} answers with NaN; its weights are broken, take an earlier checkpoint."
+            )
+        return scores
+
     with torch.no_grad():
         ids = model.generate(
             input_ids=encoded["input_ids"],
             attention_mask=encoded["attention_mask"],
             max_new_tokens=options.max_tokens,
+            logits_processor=LogitsProcessorList([refuse_nan]),
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             **drawn,
         )
@@ -79,8 +91,21 @@ def generate(options: Options) -> str:
 
 
 def model_source(name: str) -> str:
-    """Return the model folder that `name` means: a run folder stands for its latest checkpoint."""
-    latest = Path(name) / "latest"
-    if latest.is_file():
-        return str(Path(name) / "checkpoints" / latest.read_text(encoding="utf-8").strip())
-    return name
+    """Return the model folder that `name` means: a run folder stands for its newest intact checkpoint.
+
+    Raises:
+        UsageError: The run has saved none yet.
+        CheckpointCorrupt: There are some, and none is intact.
+    """
+    folder = Path(name) / "checkpoints"
+    if not folder.is_dir():
+        return name
+
+    from planish.train.checkpoint import newest
+
+    found = newest(folder, checksums=False)
+    if found is None:
+        raise UsageError(f"run folder {name} holds no checkpoint yet; wait for its first save, or train on.")
+    for sentence in found.skipped:
+        sys.stderr.write(f"planish: {sentence}\n")
+    return str(found.path)

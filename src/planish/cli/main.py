@@ -1,13 +1,19 @@
 """The `planish` command: a verb and its arguments in, an exit code out; only the verb that runs is imported."""
 
+import errno
 import importlib
 import os
+import signal
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 from planish import __version__
 from planish.decode import nearest
-from planish.errors import PlanishError, UsageError
+from planish.errors import BudgetExceeded, Interrupted, PlanishError, UsageError, WorldFailed
 
 VERBS = {
     "plan": "will it fit: what a run holds in each phase, before anything is loaded",
@@ -20,38 +26,104 @@ VERBS = {
     "demo": "a real model on real text inside a budget, in minutes",
     "doctor": "what this machine has and what planish will use of it",
 }
+_REFUSED_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EBADF)
+_TABLE_LINES = 24
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the verb that `argv` names and return the process's exit code."""
     words = sys.argv[1:] if argv is None else argv
-    _wait_without_spinning()
+    if sys.stdout is None:
+        return _refuse(
+            "planish: the standard output is closed; direct it to a file or to /dev/null.", WorldFailed.exit_code
+        )
+    _prepare_libraries()
     try:
-        return _dispatch(words)
+        with _terminable():
+            code = _dispatch(words)
+            sys.stdout.flush()
+            return code
     except PlanishError as error:
-        sys.stderr.write(f"planish: {error}\n")
-        return error.exit_code
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush finds a reader
-        return 5
-    except KeyboardInterrupt:
-        sys.stderr.write("planish: interrupted; nothing was saved since the last checkpoint.\n")
-        return 130
+        if isinstance(error, BudgetExceeded) and error.table:
+            _refuse("\n".join(error.table.splitlines()[:_TABLE_LINES]), error.exit_code)
+        return _refuse(f"planish: {error}", error.exit_code)
+    except KeyboardInterrupt as stop:
+        return _refuse(f"planish: {stop or 'interrupted; nothing is left half written.'}", Interrupted.exit_code)
     except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None) * 2
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.write("planish: this is a fault of planish, please report it with the lines above.\n")
-        return 1
+        return _exit_code(stop)
+    except Exception as error:
+        return _unexpected(error)
+    finally:
+        _drop_what_nobody_takes()
 
 
-def _wait_without_spinning() -> None:
-    """Let OpenMP threads sleep at barriers, unless the user chose otherwise; read once, when torch is imported.
+def _unexpected(error: Exception) -> int:
+    """Say what no verb has caught: the world's refusal to take a write, or a fault of ours."""
+    if isinstance(error, BrokenPipeError):
+        return WorldFailed.exit_code
+    if isinstance(error, OSError) and error.errno in _REFUSED_WRITES:
+        where = error.filename or "the standard output"
+        return _refuse(f"planish: {where} cannot be written: {error.strerror}.", WorldFailed.exit_code)
+    traceback.print_exc()
+    return _refuse("planish: this is a fault of planish, please report it with the lines above.", 1)
 
-    Spinning threads that lose their core to another process hold all others up: with one of two cores busy, a chain of
-    small products takes 2.5 times as long (docs/log.md).
+
+def _exit_code(stop: SystemExit) -> int:
+    match stop.code:
+        case None | 0:
+            return 0
+        case 1:  # rich, at a closed pipe
+            return WorldFailed.exit_code
+        case _:
+            return UsageError.exit_code
+
+
+def _refuse(text: str, code: int) -> int:
+    if sys.stderr is not None:  # it may have been closed
+        with suppress(OSError):
+            sys.stderr.write(f"{text}\n")
+    return code
+
+
+def _drop_what_nobody_takes() -> None:
+    """Let the interpreter's own last flush succeed where the output is a closed pipe or a full disk."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM unwind as Ctrl-C does, so that nothing is left half written."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _prepare_libraries() -> None:
+    """Set what torch and transformers read when they are imported, unless the user chose otherwise.
+
+    OpenMP threads sleep at barriers: spinning ones that lose their core to another process hold all others up; with
+    one of two cores busy, a chain of small products takes 2.5 times as long (docs/log.md). The libraries' own reports
+    and progress bars stay off the terminal: what matters in them is checked and said in one sentence.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251 - the launcher
+    settings = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TRANSFORMERS_VERBOSITY": "critical",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)  # noqa: TID251 - the launcher
 
 
 def _dispatch(words: list[str]) -> int:

@@ -17,7 +17,7 @@ from planish.cli import pipeline
 from planish.cli.options import parse
 from planish.cli.train import read_run
 from planish.decode import encode
-from planish.errors import PlanishError, UsageError, VerificationFailed
+from planish.errors import PlanishError, VerificationFailed
 from planish.methods import Plan
 from planish.plan.choose import Choice, choose
 from planish.plan.estimate import Estimate
@@ -35,7 +35,7 @@ _WIDTH = 110
 class Options:
     """Show what a run will hold in each phase, priced without loading anything; exit 3: it does not fit."""
 
-    run: Annotated[Path | None, tyro.conf.Positional] = None
+    run: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
     """Run file (TOML), or a run folder."""
     json: bool = False
     """Print one JSON object and nothing else, on either stream."""
@@ -87,14 +87,11 @@ def main(words: list[str]) -> int:
         if options.pipeline:
             return pipeline.show(pipeline.answer(options.run, settings), svg=options.svg, actions=options.actions)
         return _show(_answer(options, settings, say=lambda sentence: sys.stderr.write(f"planish: {sentence}\n")))
-    with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         try:
             tree, error = _tree(*_parse(words))
         except PlanishError as refused:
             tree, error = {"error": str(refused)}, refused
-        except SystemExit:
-            error = UsageError(" ".join(stderr.getvalue().split()) or "the options cannot be read.")
-            tree = {"error": str(error)}
     code = 0 if error is None else error.exit_code
     sys.stdout.write(json.dumps(tree | {"exit_code": code}) + "\n")
     return code

@@ -15,7 +15,7 @@ from planish.cli.options import parse_plain
 class Options:
     """Show a run: what it peaked at and who held it, loss and speed; written to report.html in its folder."""
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The folder of a run."""
     out: Path | None = None
     """Write the page to this file instead of report.html in the run folder."""

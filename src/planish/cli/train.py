@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from planish.cli.options import parse, show_settings
+from planish.cli.options import parse
 from planish.errors import UsageError
 from planish.runfile import RunFile, load
 
@@ -16,7 +16,7 @@ from planish.runfile import RunFile, load
 class Options:
     """Train a model inside a memory budget. Every setting of the run file is also a flag, `--section.key value`."""
 
-    run: Annotated[Path | None, tyro.conf.Positional] = None
+    run: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
     """Run file (TOML), or the folder of a run to resume."""
     resume: bool = False
     """Go on from the run folder's newest intact checkpoint."""
@@ -26,12 +26,7 @@ class Options:
 
 def main(words: list[str]) -> int:
     """Run the verb."""
-    try:
-        options, settings = parse(Options, words, verb="train")
-    except SystemExit:
-        if any(word in ("-h", "--help") for word in words):
-            show_settings()
-        raise
+    options, settings = parse(Options, words, verb="train")
     train(read_run(options.run, settings), resume=options.resume, overwrite=options.overwrite)
     return 0
 
@@ -49,7 +44,6 @@ def read_run(path: Path | None, settings: list[tuple[str, Any]]) -> RunFile:
 def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:
     """Train `run` in its folder, in one order of summation, with memory handed back to the system as it is freed."""
     import torch
-    import transformers
 
     from planish.cli.progress import RunView
     from planish.memory.allocator import fix_malloc_thresholds
@@ -62,6 +56,5 @@ def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     meter = ProcessMeter(run_device())
-    transformers.utils.logging.disable_progress_bar()
     with open_run_folder(run.save.dir, resume=resume, overwrite=overwrite) as folder, RunView() as view:
         run_training(run, folder, view, meter)

