@@ -1,7 +1,10 @@
 """`planish train` as a user meets it: what it writes, what it refuses, with which exit code and sentence."""
 
+import errno
+import io
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -358,3 +361,26 @@ def test_a_mistake_in_the_run_file_names_it_also_beside_flags(tmp_path, capsys):
     path.write_bytes(b"\xef\xbb\xbf[train]\nstep = 2\n")  # as some editors write it
     assert main(["train", str(path), "--data.train", "x", "--model.from", "y"]) == 2
     assert f"{path} with its flags: unknown key `train.step`" in capsys.readouterr().err
+
+
+class FullAfter(io.StringIO):
+    """An output that takes some lines and no more."""
+
+    def __init__(self, num_lines: int) -> None:
+        super().__init__()
+        self._left = num_lines
+
+    def write(self, text: str) -> int:
+        if self._left == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._left -= 1
+        return super().write(text)
+
+
+def test_an_output_that_fills_up_costs_no_step(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", FullAfter(3))  # what is about to run, and two steps
+    code, error = train("--train.steps", 9)
+    assert code == 5
+    assert "the standard output cannot be written: No space left" in error
+    assert lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 3
+    assert (tmp_path / "run" / "latest").read_text() == "step-00000003\n"

@@ -135,11 +135,17 @@ class _Records:
         except UsageError as error:  # from data or its evaluation: the weights are those after the last step
             self._save_done()
             raise UsageError(f"{error} {self._kept()}") from error
-        except OSError:  # nobody takes what is printed, which is after a step
-            self._save_done()
-            raise
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"stopped at once. {self._kept()}") from None
+
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Save where nobody takes what is printed, since the run ends there."""
+        try:
+            yield
+        except OSError:
+            self._save_done()
+            raise
 
     def _save_done(self) -> None:
         if self._done_step > self._saved_step:
@@ -177,7 +183,8 @@ class _Records:
             }
         )
         self.memory_line()
-        self._view.step(report)
+        with self._shown():
+            self._view.step(report)
 
     def evaluate(self, step: int) -> None:
         """Evaluate, if there is held-out data."""
@@ -186,7 +193,8 @@ class _Records:
         with self._recorded(step):
             report = evaluate(self._job.engine, self._job.eval_batches())
         self._metrics.write({"step": step, **{f"eval/{name}": value for name, value in asdict(report).items()}})
-        self._view.evaluated(step, report)
+        with self._shown():
+            self._view.evaluated(step, report)
 
     def save(self, step: int) -> None:
         """Write a checkpoint."""
