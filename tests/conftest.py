@@ -69,6 +69,7 @@ FAMILIES = {
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 8, "query_pre_attn_scalar": 8}),
     "granite": ("GraniteConfig", {"logits_scaling": 4.0}),
     "cohere": ("CohereConfig", {"logit_scale": 0.25}),
+    "nemotron": ("NemotronConfig", {}),
 }
 
 

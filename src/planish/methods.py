@@ -70,6 +70,32 @@ class Pipelined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tiled:
+    """Feed-forward networks run in tiles of tokens, and again in backward: no tensor is as wide as them for all tokens.
+
+    Attributes:
+        tile_bytes: Bytes of one [tokens, width] array of a tile.
+    """
+
+    tile_bytes: Bytes = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bitmap:
+    """Networks with relu or relu^2 keep what is not zero of their activations, bit for bit, in tiles (BitSparse).
+
+    Attributes:
+        arena_bytes: What holds those values, whatever the data; a layer that does not fit computes its activations
+            again. Default: room for 55 % of all that waits for backward at once.
+        tile_bytes: Bytes of one [tokens, width] array of a tile; with all tokens in one tile the result is autograd's
+            bit for bit.
+    """
+
+    arena_bytes: Bytes | None = None
+    tile_bytes: Bytes = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
     """As `Checkpoint`, and the inputs wait in far memory between forward and backward (SCO).
 
@@ -138,6 +164,7 @@ Attention = Plain | Packed
 Vocab = Plain | Blocked
 Dispatch = Plain | Batched | Pipelined
 Boundary = Plain | Checkpoint | Offload
+Activation = Plain | Tiled | Bitmap
 Optim = AdamW | Apollo
 
 
@@ -160,6 +187,7 @@ class Plan:
     vocab: Vocab = field(default_factory=Blocked)
     dispatch: Dispatch = field(default_factory=Plain)
     boundary: Boundary = field(default_factory=Checkpoint)
+    activation: Activation = field(default_factory=Plain)
     optim: Optim = field(default_factory=AdamW)
 
     def __post_init__(self) -> None:
@@ -172,7 +200,9 @@ class Plan:
     @classmethod
     def plain(cls) -> Self:
         """Return the plan in which nothing is bounded: plain PyTorch and transformers."""
-        return cls(attention=Plain(), vocab=Plain(), dispatch=Plain(), boundary=Plain(), optim=AdamW())
+        return cls(
+            attention=Plain(), vocab=Plain(), dispatch=Plain(), boundary=Plain(), activation=Plain(), optim=AdamW()
+        )
 
     def to_toml(self) -> str:
         """Return the plan as the `[plan.*]` tables of a run file."""

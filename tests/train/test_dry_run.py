@@ -16,6 +16,7 @@ from planish.train.session import optimizer_tensors
 
 CHANNEL = ("plan.optim.granularity", "channel")
 IN_BACKWARD, NO_CLIP = ("plan.optim.in_backward", True), ("train.clip", 0)
+TILES = ("plan.activation.tile_bytes", "4KiB")
 INT8 = ("plan.optim.weights", "int8")
 CASES = {
     "dense fp32": ("llama", []),
@@ -47,6 +48,13 @@ CASES = {
     "attention kept on disk": (
         "llama",
         [("plan.boundary", "offload"), ("plan.boundary.disk", "1MiB"), ("plan.boundary.keep_attention", True)],
+    ),
+    "networks in tiles": ("llama", [("plan.activation", "tiled"), TILES, ("model.dtype", "bf16")]),
+    "networks in tiles, everything kept": ("gemma2", [("plan.activation", "tiled"), TILES, ("plan.boundary", "plain")]),
+    "packed networks": ("nemotron", [("plan.activation", "bitmap"), TILES]),
+    "packed networks, everything kept": (
+        "nemotron",
+        [("plan.activation", "bitmap"), TILES, ("plan.boundary", "plain"), ("model.dtype", "bf16")],
     ),
     "one document a row": ("llama", [("data.pack", "none")]),
 }

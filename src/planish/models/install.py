@@ -1,6 +1,6 @@
 """A transformers model and a plan in, the same model with planish's parts in place out; undone on request."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -25,8 +25,10 @@ from planish.methods import (
 )
 from planish.models.anatomy import find
 from planish.models.experts import Seen, find_experts, install_experts
+from planish.models.feed_forward import replace_feed_forwards
 from planish.models.forward import loss_forward
 from planish.models.head import head_loss
+from planish.peaks.activation.keep import Keeper
 from planish.peaks.attention.packed import packed_attention
 from planish.peaks.boundary.offload import FarBudget, open_store
 from planish.peaks.boundary.remembered import Run, remembering
@@ -39,10 +41,11 @@ Label = Callable[[int, Tensor], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """What `install` replaced: a sentence for each part, and the way back."""
+    """What `install` replaced: a sentence for each part, the way back, and what keeps activations, by network."""
 
     replaced: tuple[str, ...]
     restore: tuple[Callable[[], None], ...]
+    keepers: Mapping[str, Keeper]
 
     def undo(self) -> None:
         """Put every replaced part back, last first."""
@@ -71,17 +74,17 @@ def install(
 
     With a bounded head the model called with `labels` returns the same loss and no logits.
 
-    Memory:        nothing is allocated, but for offloaded boundaries: their far memory and its staging, for as long
-                   as they are installed.
+    Memory:        nothing is allocated, but for offloaded boundaries their far memory and its staging, and for packed
+                   activations their arena, for as long as they are installed.
     Exactness:     loss and gradients equal up to the order of summation.
 
     Args:
         model: Any transformers causal LM.
         plan: One method per peak.
-        tokens: Rows x context of the largest microbatch; `boundary = offload` sizes its slots by it.
+        tokens: Rows x context of the largest microbatch; `boundary = offload` and `activation = bitmap` size by it.
         label: Told of each boundary that is back on the device, by layer.
         seen: Told of the load of each layer of experts that runs, with `dispatch = pipelined`.
-        dry: The model's tensors are fake: far memory is accounted for and not taken.
+        dry: The model's tensors are fake: far memory is accounted for and not taken, nothing packed.
 
     Returns:
         What was replaced, with `undo()`.
@@ -100,9 +103,20 @@ def install(
         >>> installed.undo()
     """
     done: list[Part] = []
+    keepers: dict[str, Keeper] = {}
+
+    def activation() -> Part | None:
+        waiting = isinstance(plan.boundary, Plain)
+        replaced = replace_feed_forwards(model, plan.activation, tokens=tokens, waiting=waiting, dry=dry)
+        if replaced is None:
+            return None
+        keepers.update(replaced.keepers)
+        return Part(sentence=replaced.sentence, restore=replaced.restore)
+
     try:
         for part in (
             lambda: _attention(model, plan.attention),
+            activation,
             lambda: _boundary(model, plan.boundary, tokens=tokens, label=label, dry=dry),
             lambda: _dispatch(model, plan.dispatch, seen=seen, dry=dry),
             lambda: _head(model, plan.vocab),
@@ -112,7 +126,11 @@ def install(
         for each in reversed(done):
             each.restore()
         raise
-    return Installed(replaced=tuple(each.sentence for each in done), restore=tuple(each.restore for each in done))
+    return Installed(
+        replaced=tuple(each.sentence for each in done),
+        restore=tuple(each.restore for each in done),
+        keepers=keepers,
+    )
 
 
 def _attention(model: PreTrainedModel, method: Attention) -> Part | None:

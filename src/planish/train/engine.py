@@ -1,6 +1,6 @@
 """A model with the plan's methods in place, counted by the ledger: what training, evaluation and dry runs share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -14,6 +14,7 @@ from planish.methods import Packed, Plan
 from planish.models.anatomy import Anatomy, find
 from planish.models.head import HeadLoss, head_loss
 from planish.models.install import install
+from planish.peaks.activation.keep import Keeper
 from planish.train.facts import Facts
 
 
@@ -28,6 +29,7 @@ class Engine:
         packed: Whether attention takes document bounds.
         ledger: Counts every byte.
         facts: Reads numbers out of tensors.
+        keepers: What keeps the activations of each feed-forward network that packs them.
     """
 
     device: torch.device
@@ -36,6 +38,7 @@ class Engine:
     packed: bool
     ledger: Ledger
     facts: Facts
+    keepers: Mapping[str, Keeper]
 
     def take(self, batch: Batch) -> Batch:
         """Return the batch where the model lives, on the books."""
@@ -90,7 +93,8 @@ def build_engine(
             ledger.adopt(tensor, "boundaries", owner=names[index])
 
         with ledger.category("staging"):
-            scope.callback(install(model, plan, tokens=tokens, label=restored, dry=dry).undo)
+            installed = install(model, plan, tokens=tokens, label=restored, dry=dry)
+            scope.callback(installed.undo)
         scope.enter_context(ledger.watch(model, head=anatomy.head))
         _label_boundaries(anatomy, ledger, scope)
     return Engine(
@@ -100,6 +104,7 @@ def build_engine(
         packed=isinstance(plan.attention, Packed),
         ledger=ledger,
         facts=facts,
+        keepers=installed.keepers,
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import UsageError
-from planish.methods import Apollo, Checkpoint, Offload, Plan
+from planish.methods import Apollo, Checkpoint, Offload, Plain, Plan
 from planish.models.builtin import cache_folder, model_folder
 from planish.plan.estimate import Estimate, PhasePrice, estimate
 from planish.price.store import TableFile, cached, preset, table_name
@@ -87,8 +87,13 @@ def read_table(run: RunFile) -> LayerTable | None:
 
 
 def is_tabled(plan: Plan) -> bool:
-    """Return whether tables say what a plan's layers hold: not where weights are updated in their backward pass."""
-    return not (isinstance(plan.optim, Apollo) and (plan.optim.in_backward or plan.optim.weights == "int8"))
+    """Return whether tables say what a plan's layers hold.
+
+    Not where feed-forward networks run in tiles, nor where weights are updated in their backward pass.
+    """
+    return isinstance(plan.activation, Plain) and not (
+        isinstance(plan.optim, Apollo) and (plan.optim.in_backward or plan.optim.weights == "int8")
+    )
 
 
 def table_of(run: RunFile, say: Say) -> LayerTable | None:
