@@ -58,10 +58,11 @@ def measured(method, kind, tokens, hidden_size, vocab_size, dtype, *, trained=Tr
         return forward, kept, ledger.peak_bytes["backward"] - start
 
 
+@pytest.mark.filterwarnings("ignore:`tile_bytes`:UserWarning")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "hidden_size", "vocab_size"), [(64, 32, 3000), (8, 512, 300), (1024, 64, 2048)])
+@pytest.mark.parametrize(("tokens", "hidden_size", "vocab_size"), [(64, 32, 3000), (8, 512, 300), (256, 64, 2048)])
 def test_the_head_weighs_its_price(method, kind, dtype, tokens, hidden_size, vocab_size):
     shape = HeadShape(
         vocab_size=vocab_size,

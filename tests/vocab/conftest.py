@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from planish.price import processor
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnHead:
@@ -67,6 +69,13 @@ def draw_head():
         )
 
     return draw
+
+
+@pytest.fixture
+def with_instructions(monkeypatch):
+    """Return (own): the processor has, or has not, instructions for bf16 and fp16; torch multiplies both anyhow."""
+    narrow = frozenset({"avx512bw", "avx512dq", "avx512vl", "avx512_fp16"})
+    return lambda own: monkeypatch.setattr(processor, "instruction_sets", lambda: narrow if own else frozenset())
 
 
 @pytest.fixture(scope="session")

@@ -76,7 +76,7 @@ def test_liger_512_weight_gradient_is_as_good_from_many_row_groups_as_from_one(d
     head = draw_head(512, 64, 1000, dtype=torch.bfloat16, frozen=("hidden",))
     [exact] = head.gradients(dense(head))
     errors = []
-    for tile_bytes in (2**19, 2**26):
+    for tile_bytes in (2**20, 2**26):
         [ours] = head.gradients(linear_cross_entropy(*head.operands, strategy=strategy, tile_bytes=tile_bytes))
         errors.append(relative_error(ours, exact))
     assert errors[0] <= 1.5 * errors[1]

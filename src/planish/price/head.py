@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from typing import assert_never
 
 from planish.methods import Blocked, Plain, Vocab
+from planish.price.processor import product_dtype
 from planish.price.tally import Tally
 from planish.price.vocab import Head, choose_tiling, cross_entropy_phases
 from planish.shapes import BatchShape, HeadShape
@@ -54,7 +55,7 @@ def _blocked(head: HeadShape, tokens: int, num_valid: int, method: Blocked) -> H
             vocab_size=head.vocab_size,
             hidden_dtype=dtype,
             weight_dtype=dtype,
-            compute_dtype=dtype,
+            compute_dtype=product_dtype(dtype),
             bias_dtype=dtype if head.biased else None,
             capped=head.softcapped,
             grads=grads,

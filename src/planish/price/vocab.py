@@ -204,7 +204,8 @@ def choose_tiling(head: Head, *, tile_bytes: int, strategy: Literal["auto"] | St
     one sweep while the wide buffer for a narrower hidden is within `tile_bytes`, and in two otherwise.
     A budget below the smallest tile gets the smallest tile; `Tiling.workspace_bytes` tells.
     """
-    if head.grads and (strategy == "gradients-in-forward" or (strategy == "auto" and head.compute_dtype != "float16")):
+    float16 = "float16" in (head.compute_dtype, head.hidden_dtype)
+    if head.grads and (strategy == "gradients-in-forward" or (strategy == "auto" and not float16)):
         kept = Tiling(strategy="gradients-in-forward", rows=ROW_STEP, blocks=min(head.blocks, KEPT_BLOCKS))
         tiling = _fit_rows(head, kept, tile_bytes)
         narrow = "weight" in head.grads and head.weight_dtype != head.wide_dtype
@@ -326,6 +327,9 @@ def _narrow(head: Head, dtype: str | None) -> int:
 
 def _lookup_bytes(head: Head, valid: int) -> int:
     """Return the bytes of the positions of valid tokens, and of the bias in the compute dtype."""
-    positions = 8 * valid if valid < head.tokens else 0
-    cast = head.bias_dtype not in (None, head.compute_dtype)
-    return positions + head.vocab_size * ITEMSIZE[head.compute_dtype] * cast
+    return (8 * valid if valid < head.tokens else 0) + cast_bias_bytes(head)
+
+
+def cast_bias_bytes(head: Head) -> int:
+    """Return the bytes of the bias in the compute dtype, none where it is in that."""
+    return 0 if head.bias_dtype in (None, head.compute_dtype) else head.vocab_size * ITEMSIZE[head.compute_dtype]

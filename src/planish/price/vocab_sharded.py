@@ -4,13 +4,23 @@
 reduced over ranks, so that the buffers it takes on one device are not needed: heads here ask for the weight's alone.
 
 `sharded` allocates exactly what is listed here, so these numbers are what a ledger measures. T are the tokens of a
-microbatch, N those that are not ignored, V_d the rows of the shard; small tensors are per row of one row group. Left
-out: a bias in another dtype than the products', which is cast whole, V_d numbers.
+microbatch, N those that are not ignored, V_d the rows of the shard; small tensors are per row of one row group.
 """
 
 from dataclasses import dataclass, replace
 
-from planish.price.vocab import ITEMSIZE, ROW_STEP, STRIP, Buffers, Head, Tiling, choose_tiling, round_up, total_bytes
+from planish.price.vocab import (
+    ITEMSIZE,
+    ROW_STEP,
+    STRIP,
+    Buffers,
+    Head,
+    Tiling,
+    cast_bias_bytes,
+    choose_tiling,
+    round_up,
+    total_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +44,11 @@ class ShardPass:
     def group_bytes(self, num_valid: int, row_bytes: int) -> int:
         """Return the bytes beside the buffers: targets as rows of the shard, and `row_bytes` for each row of a group.
 
-        While the targets are looked up, three masks are alive beside them.
+        While the targets are looked up, three masks are alive beside them. A bias in another dtype than the products'
+        is cast whole.
         """
-        return 8 * self.head.tokens + max(3 * self.head.tokens, self.group_rows(num_valid) * row_bytes)
+        targets = 8 * self.head.tokens + max(3 * self.head.tokens, self.group_rows(num_valid) * row_bytes)
+        return targets + cast_bias_bytes(self.head)
 
 
 def scan_pass(head: Head, *, product: bool, tile_bytes: int) -> ShardPass:

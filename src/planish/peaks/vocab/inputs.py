@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from planish.peaks.vocab.task import Task
+from planish.price.processor import product_dtype
 from planish.price.vocab import Head, choose_tiling
 from planish.units import format_bytes
 
@@ -141,13 +142,18 @@ def _read_valid(target: Tensor, *, ignore_index: int, vocab_size: int) -> int:
 
 
 def compute_dtype(hidden: Tensor, weight: Tensor, *, logits_dtype: str) -> torch.dtype:
-    """Return the dtype of the matrix products: autocast's where it is on, else the wider of both tensors'."""
-    if logits_dtype == "float32" and hidden.dtype != torch.float64:
+    """Return the dtype of the matrix products: autocast's where it is on, else the wider of both tensors'.
+
+    On a CPU without instructions for it that is float32.
+    """
+    promoted, device = torch.promote_types(hidden.dtype, weight.dtype), hidden.device.type
+    if promoted == torch.float64:
+        return promoted
+    if logits_dtype == "float32":
         return torch.float32
-    promoted = torch.promote_types(hidden.dtype, weight.dtype)
-    if promoted != torch.float64 and torch.is_autocast_enabled(hidden.device.type):
-        return torch.get_autocast_dtype(hidden.device.type)
-    return promoted
+    if torch.is_autocast_enabled(device):
+        promoted = torch.get_autocast_dtype(device)
+    return promoted if device == "cuda" else getattr(torch, product_dtype(_name(promoted)))
 
 
 def prepare(

@@ -142,8 +142,9 @@ def linear_cross_entropy(  # noqa: PLR0913
         z_loss: Weight of lse^2.
         softcap: Bounds the scaled logits to softcap * tanh(y / softcap) (Gemma).
         logit_scale: Multiplies the logits (Granite, Cohere).
-        logits_dtype: "auto" multiplies in the tensors' common dtype (autocast's where it is on), so that bf16 logits
-            are rounded to bf16 on a CPU; "float32" multiplies in float32, at about twice the time.
+        logits_dtype: "auto" multiplies in the tensors' common dtype (autocast's where it is on), or in float32 on a CPU
+            without instructions for it; a CPU with them rounds bf16 logits to bf16. "float32" multiplies in float32
+            everywhere, which then takes about twice the time.
         tile_bytes: Bytes of all working buffers together; None is 64 MiB.
         strategy: "gradients-in-forward" multiplies three times and can go backward once, "recompute" four or five
             times; "auto" takes the first where its tile has enough rows and its float32 buffer is within `tile_bytes`.

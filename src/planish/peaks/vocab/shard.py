@@ -234,6 +234,7 @@ class Tokens:
             hidden_dtype=_name(flat.dtype),
             weight_dtype=_name(shard.weight.dtype),
             compute_dtype=_name(compute_dtype(flat, shard.weight, logits_dtype=options.logits_dtype)),
+            bias_dtype=None if shard.bias is None else _name(shard.bias.dtype),
             capped=options.softcap is not None,
             wanted=frozenset(head.statistics(labelled=target is not None)) & {"lse", "mean", "argmax"},
         )
