@@ -2,7 +2,7 @@
 
 import math
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
@@ -105,7 +105,7 @@ class TrainSection:
 
     Attributes:
         steps: Optimizer steps.
-        global_tokens: Tokens of one optimizer step; default: one row of `data.context` per accumulated microbatch.
+        global_tokens: Tokens of one optimizer step; default: one row of `data.context` per microbatch and rank.
         grad_accum: Microbatches of one optimizer step.
         lr: Peak learning rate.
         schedule: Shape of the learning rate after the warm-up; "cosine" and "linear" end at zero.
@@ -162,6 +162,53 @@ class MemorySection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSection:
+    """How the ranks that `torchrun` starts share the work; each takes its rows of every microbatch.
+
+    Attributes:
+        dp: Ranks over which weights, gradients and optimizer state are sharded; default: all that are left.
+        replicate: Groups of such ranks that hold the same shards; with `dp = 1`, each rank holds everything.
+        timeout_s: Seconds after which a rank that does not answer is lost.
+    """
+
+    dp: Count | None = None
+    replicate: Count = 1
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"`mesh.timeout_s` must be above 0, got {self.timeout_s}; try 600.")
+
+    @property
+    def size(self) -> int:
+        """Ranks of the run."""
+        return (self.dp or 1) * self.replicate
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks hold shards of the weights."""
+        return (self.dp or 1) > 1
+
+    def over(self, size: int) -> "MeshSection":
+        """Return the mesh over the `size` ranks that were started.
+
+        Raises:
+            ValueError: They are not the ranks that were asked for.
+        """
+        if self.dp is not None and self.size != size:
+            raise ValueError(
+                f"`mesh.replicate` x `mesh.dp` ({self.replicate} x {self.dp}) must be the {size} ranks that were "
+                f"started; set `mesh.dp = {max(1, size // self.replicate)}` or start {self.size} with `torchrun`."
+            )
+        if size % self.replicate:
+            legal = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
+            raise ValueError(
+                f"`mesh.replicate` ({self.replicate}) must divide the {size} ranks that were started; one of {legal}."
+            )
+        return replace(self, dp=size // self.replicate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSection:
     """Where results go.
 
@@ -188,17 +235,20 @@ class RunFile:
     data: DataSection
     train: TrainSection = field(default_factory=TrainSection)
     memory: MemorySection = field(default_factory=MemorySection)
+    mesh: MeshSection = field(default_factory=MeshSection)
     plan: Plan = field(default_factory=Plan)
     save: SaveSection = field(default_factory=SaveSection)
 
     def __post_init__(self) -> None:
-        train, context = self.train, self.data.context
-        if train.global_tokens is not None and train.global_tokens % (context * train.grad_accum):
-            unit = context * train.grad_accum
+        train, unit = self.train, self.data.context * self.train.grad_accum * self.mesh.size
+        if train.global_tokens is not None and train.global_tokens % unit:
             near = max(1, round(train.global_tokens / unit)) * unit
+            sizes = f"{self.data.context} x {train.grad_accum}"
+            ranks = "" if self.mesh.size == 1 else " x the ranks of `mesh`"
+            sizes += "" if self.mesh.size == 1 else f" x {self.mesh.size}"
             raise ValueError(
                 f"`train.global_tokens` ({train.global_tokens}) must be a multiple of `data.context` x "
-                f"`train.grad_accum` ({context} x {train.grad_accum}); try {near}."
+                f"`train.grad_accum`{ranks} ({sizes}); try {near}."
             )
         optim = self.plan.optim
         if isinstance(optim, Apollo) and optim.in_backward and train.clip:
@@ -207,17 +257,29 @@ class RunFile:
                 "for the norm of all; set `train.clip = 0`, `plan.optim.limiter` bounds each update's growth."
             )
 
+        if isinstance(self.plan.optim, Apollo):
+            self._check_apollo(self.plan.optim)
+
     @property
     def rows_per_microbatch(self) -> int:
-        """Rows of `data.context` tokens in one microbatch."""
+        """Rows of `data.context` tokens in one rank's microbatch."""
         if self.train.global_tokens is None:
             return 1
-        return self.train.global_tokens // (self.data.context * self.train.grad_accum)
+        return self.train.global_tokens // (self.data.context * self.train.grad_accum * self.mesh.size)
 
     @property
     def tokens_per_microbatch(self) -> int:
-        """Rows x context of one microbatch."""
+        """Rows x context of one rank's microbatch."""
         return self.rows_per_microbatch * self.data.context
+
+    def _check_apollo(self, method: Apollo) -> None:
+        if method.in_backward and self.mesh.replicate > 1:
+            raise ValueError(
+                "`plan.optim.in_backward` updates a weight before replicas have exchanged its gradient; set "
+                "`mesh.replicate = 1`, and shard by `mesh.dp`."
+            )
+        if method.weights == "int8" and self.mesh.size > 1:
+            raise ValueError("`plan.optim.weights` = int8 is for one rank; leave it out, and shard by `mesh.dp`.")
 
     def to_toml(self) -> str:
         """Return every setting, defaults included, as a run file."""

@@ -3,12 +3,18 @@
 import os
 import pickle
 import re
+import socket
+import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from planish.comm.world import World, join
+from planish.runfile import MeshSection
 
 # OpenMP's threads do not survive a fork: a child that asks for the pool waits for ever.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
@@ -20,14 +26,38 @@ def run_in_child(work: Callable[[], Any]) -> Any:
     child = os.fork()
     if child == 0:
         try:
-            os.write(write, pickle.dumps(work()))
-        finally:
-            os._exit(0)
+            answer = (work(), None)
+        except BaseException:
+            answer = (None, traceback.format_exc())
+        with os.fdopen(write, "wb") as file:
+            pickle.dump(answer, file)
+        os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as answer:
         data = answer.read()
     os.waitpid(child, 0)
-    return pickle.loads(data)
+    result, error = pickle.loads(data)
+    if error is not None:
+        raise AssertionError(f"a child failed:\n{error}")
+    return result
+
+
+def run_ranks(work: Callable[[World], Any], *, dp: int = 1, replicate: int = 1, timeout_s: float = 60) -> list[Any]:
+    """Return what `work` returns on each of `dp` x `replicate` forked ranks, by rank."""
+    size = dp * replicate
+    mesh = MeshSection(dp=dp, replicate=replicate, timeout_s=timeout_s)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+
+    def take_part(rank: int) -> Any:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in place.items()})  # noqa: TID251 - as torchrun does
+        with join(mesh, device_type="cpu") as world:
+            return work(world)
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(lambda rank: run_in_child(lambda: take_part(rank)), range(size)))
 
 
 def measure_peak(work: Callable[[], object], warm_up: Callable[[], object]) -> int:
@@ -50,3 +80,9 @@ def measure_peak(work: Callable[[], object], warm_up: Callable[[], object]) -> i
 def peak_above_bytes() -> Callable[..., int]:
     """`measure_peak`, for tests."""
     return measure_peak
+
+
+@pytest.fixture
+def ranks() -> Callable[..., list[Any]]:
+    """`run_ranks`, for tests."""
+    return run_ranks

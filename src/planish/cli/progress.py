@@ -37,10 +37,10 @@ class MemoryColumn(ProgressColumn):
 
 
 class RunView:
-    """Shows the steps of one run; use as a context manager."""
+    """Shows the steps of one run, unless `quiet` (another rank does); use as a context manager."""
 
-    def __init__(self) -> None:
-        self._console = Console(highlight=False)
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._console = Console(highlight=False, quiet=quiet)
         self._progress: Progress | None = None
         self._peak_bytes, self._train_s, self._first_step = 0, 0.0, 1
 
@@ -56,8 +56,10 @@ class RunView:
         run, ledger = job.run, job.engine.ledger
         self._steps, self._first_step, self._budget_bytes = run.train.steps, first_step, run.memory.budget
         count = sum(param.numel() for param in job.engine.anatomy.model.parameters())
+        mesh, rows = run.mesh, run.rows_per_microbatch * run.train.grad_accum * run.mesh.size
+        ranks = "" if mesh.size == 1 else f" over {mesh.replicate} x {mesh.dp} ranks (replicate x dp)"
         self.note(
-            f"{count:,} parameters in {run.model.dtype}, {run.rows_per_microbatch * run.train.grad_accum} rows of "
+            f"{count:,} parameters in {run.model.dtype}{ranks}, {rows} rows of "
             f"{run.data.context:,} tokens a step; {format_bytes(ledger.live_bytes)} of tensors before the first step, "
             f"{format_bytes(baseline_bytes)} of process before the first tensor"
         )
@@ -78,7 +80,7 @@ class RunView:
         """Say one sentence."""
         if self._progress is not None:
             self._progress.console.print(sentence)
-        else:
+        elif not self._console.quiet:
             sys.stdout.write(f"{sentence}\n")
             sys.stdout.flush()
 

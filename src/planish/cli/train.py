@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,15 +47,39 @@ def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:
     import torch
 
     from planish.cli.progress import RunView
+    from planish.comm import world as worlds
     from planish.memory.allocator import fix_malloc_thresholds
     from planish.memory.meter import ProcessMeter
     from planish.models.load import run_device
-    from planish.train.run_folder import open_run_folder
+    from planish.train.run_folder import follow_run_folder, open_run_folder
     from planish.train.session import run_training
 
     fix_malloc_thresholds()
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     meter = ProcessMeter(run_device())
-    with open_run_folder(run.save.dir, resume=resume, overwrite=overwrite) as folder, RunView() as view:
-        run_training(run, folder, view, meter)
+    run = _over_ranks(run, worlds.launched_size())
+    again = worlds.restarts() > 0 and (run.save.dir / "run.toml").is_file()
+    resume, overwrite = resume or again, overwrite and not again
+    with worlds.join(run.mesh, device_type=run_device().type) as world, world.guarded():
+        world.require_same(_facts(run))
+        if world.leads:
+            opened = open_run_folder(run.save.dir, resume=resume, overwrite=overwrite)
+        else:
+            opened = follow_run_folder(run.save.dir, resume=resume)
+        with opened as folder, RunView(quiet=not world.leads) as view:
+            run_training(run, folder, view, meter, world)
+
+
+def _over_ranks(run: RunFile, size: int) -> RunFile:
+    """Return `run` with its mesh over the ranks that were started."""
+    try:
+        return dataclasses.replace(run, mesh=run.mesh.over(size))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _facts(run: RunFile) -> dict[str, str]:
+    """Return what all ranks must have in common."""
+    versions = {f"the version of {name}": version(name) for name in ("planish", "torch", "transformers")}
+    return {"settings": run.to_toml(), **versions}

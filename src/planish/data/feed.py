@@ -152,6 +152,13 @@ def eval_batches(
     return (assemble(batch, width=context, pad_id=encode.pad_id) for batch in batches)
 
 
+def deal(batches: Iterable[Batch], *, rank: int, num_ranks: int) -> Iterator[Batch]:
+    """Yield every `num_ranks`-th batch from `rank` on; all ranks get as many, the last ones maybe uncounted copies."""
+    batches = iter(batches)
+    while round_ := list(islice(batches, num_ranks)):
+        yield round_[rank] if rank < len(round_) else round_[0].uncounted()
+
+
 def _first(pieces: Iterable[Piece], max_tokens: int) -> Iterator[Piece]:
     for piece in pieces:
         yield piece.cut(0, max_tokens)

@@ -124,6 +124,12 @@ def _check_loaded(folder: Path, report: Mapping[str, Any]) -> None:
         )
 
 
+def sketch_model(section: ModelSection, *, context: int) -> PreTrainedModel:
+    """Return the model of `section` without weights, on the meta device: a rank's place for its shards."""
+    with torch.device("meta"):
+        return draw_model(load_config(section, context=context), section)
+
+
 def check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer whose ids the model has no embedding for."""
     size = text_config(config).vocab_size

@@ -22,10 +22,9 @@ def refuse_non_finite(
         place = first_bad_module(engine, batches)
         what = f"the loss is {loss}"
     else:
-        bad = (
-            name for name, p in engine.anatomy.model.named_parameters() if p.grad is not None and not _finite(p.grad)
-        )
-        place = next(bad, "the sum of all gradients")
+        grads = ((name, p.grad) for name, p in engine.anatomy.model.named_parameters() if p.grad is not None)
+        place = _anywhere(engine, next((name for name, grad in grads if not _finite(grad)), None))
+        place = place or "the sum of all gradients"
         what = f"the gradient norm is {grad_norm}"
     # Before the first update no learning rate can be at fault.
     remedy = "lower `train.lr`, or look at this step's data" if step > 1 else "look at the model's weights and the data"
@@ -35,11 +34,10 @@ def refuse_non_finite(
 
 def refuse_non_finite_weights(engine: Engine, step: int) -> None:
     """Raise NotFinite when the update left a weight that is NaN or infinite, before it is saved."""
-    for name, param in engine.anatomy.model.named_parameters():
-        if not _finite(param):
-            raise NotFinite(
-                f"step {step}: `{name}` is not finite after the update, so it is not saved; lower `train.lr`."
-            )
+    params = engine.anatomy.model.named_parameters()
+    name = _anywhere(engine, next((name for name, param in params if not _finite(param)), None))
+    if name is not None:
+        raise NotFinite(f"step {step}: `{name}` is not finite after the update, so it is not saved; lower `train.lr`.")
 
 
 def first_bad_module(engine: Engine, batches: list[Batch]) -> str:
@@ -59,11 +57,16 @@ def first_bad_module(engine: Engine, batches: list[Batch]) -> str:
     try:
         with torch.no_grad():
             for batch in batches:
-                engine.hidden(batch)
+                engine.loss(batch)
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else engine.anatomy.head_name
+    return _anywhere(engine, found[0] if found else None) or engine.anatomy.head_name
+
+
+def _anywhere(engine: Engine, name: str | None) -> str | None:
+    """Return the name that the first rank with one has found."""
+    return next((each for each in engine.world.gather(name) if each is not None), None)
 
 
 def _finite(tensor: Tensor) -> bool:

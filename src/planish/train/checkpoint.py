@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from planish.comm.world import ALONE, World
 from planish.decode import encode
 from planish.errors import CheckpointCorrupt, UsageError
 from planish.methods import Plan
@@ -62,7 +63,7 @@ class Restored:
     notes: tuple[str, ...]
 
 
-def save(
+def save(  # noqa: PLR0913 - keyword-only options of a public function
     folder: RunFolder,
     *,
     step: int,
@@ -72,6 +73,7 @@ def save(
     progress: Mapping[str, Any],
     plan: Plan,
     keep: int,
+    world: World = ALONE,
 ) -> Path:
     """Return `checkpoints/step-…`, complete and durable; a kill at any moment leaves the one before usable.
 
@@ -91,6 +93,7 @@ def save(
         progress: Schedule, data position and whatever else JSON can hold.
         plan: The plan of the run.
         keep: Newest checkpoints that stay; older ones go once this one is complete.
+        world: All of its ranks save together, each its own shards; rank 0 writes the rest.
 
     Raises:
         WorldFailed: The disk refuses; what was begun is removed and earlier checkpoints stay.
@@ -99,31 +102,37 @@ def save(
     final = folder.checkpoints / f"step-{step:08d}"
     partial = final.with_name(f".{final.name}.partial")
     with disk_errors(f"saving {final.name}"):
-        _recover(folder)
+        state = partial / "state"
         try:
-            partial.mkdir(parents=True)
-            stored = write_model(partial, model, tokenizer)
-            state = partial / "state"
-            state.mkdir()
+            if world.leads:
+                _recover(folder)
+                state.mkdir(parents=True)
+            world.barrier()
+            stored = write_model(partial, model, tokenizer, leads=world.leads)
             save_tensors(state, _own(weights_of(model), stored) | _flatten(tensors))
-            facts = {
-                "step": step,
-                "progress": progress,
-                "weights": stored,
-                "rng": _rng_state(),
-                "versions": _versions(),
-                "plan_sha256": _digest(plan.to_toml()),
-                "optim": encode(plan)["optim"],
-                "tokenizer_sha256": _tokenizer_digest(tokenizer),
-            }
-            (state / "state.json").write_text(json.dumps(facts, allow_nan=False), encoding="utf-8")
-            _seal(partial, step)
-            _publish(partial, final)
+            rng = world.gather(_rng_state())
+            if world.leads:
+                facts = {
+                    "step": step,
+                    "progress": progress,
+                    "weights": stored,
+                    "rng": rng,
+                    "versions": _versions(),
+                    "plan_sha256": _digest(plan.to_toml()),
+                    "optim": encode(plan)["optim"],
+                    "tokenizer_sha256": _tokenizer_digest(tokenizer),
+                }
+                (state / "state.json").write_text(json.dumps(facts, allow_nan=False), encoding="utf-8")
+                _seal(partial, step)
+                _publish(partial, final)
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            if world.leads:
+                shutil.rmtree(partial, ignore_errors=True)
             raise
-        write_atomically(folder.latest, f"{final.name}\n")
-        _prune(folder, step, keep)
+        if world.leads:
+            write_atomically(folder.latest, f"{final.name}\n")
+            _prune(folder, step, keep)
+        world.barrier()
     return final
 
 
@@ -174,6 +183,7 @@ def load(
     tokenizer: PreTrainedTokenizerBase | None,
     tensors: Mapping[str, Any],
     plan: Plan,
+    world: World = ALONE,
 ) -> Restored:
     """Fill `model` and `tensors` with what was saved, restore the random number generators, return the rest.
 
@@ -188,6 +198,7 @@ def load(
         tokenizer: The run's.
         tensors: The names, shapes and dtypes that were given to `save`, allocated.
         plan: The run's; another one is allowed, and noted.
+        world: Each rank reads its shards, whichever ranks wrote them.
 
     Raises:
         UsageError: The checkpoint is of another model, tokenizer or optimizer.
@@ -210,8 +221,9 @@ def load(
         load_tensors(ref.path / "state", _own(weights, stored) | optimizer)
     except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
         raise CheckpointCorrupt(f"checkpoint {ref.path} cannot be read: {error}.") from error
-    _set_rng_state(facts["rng"])
-    return Restored(step=facts["step"], progress=facts["progress"], notes=tuple(_notes(facts, plan)))
+    if len(facts["rng"]) == world.size:
+        _set_rng_state(facts["rng"][world.rank])
+    return Restored(step=facts["step"], progress=facts["progress"], notes=tuple(_notes(facts, plan, world)))
 
 
 def _own(weights: Mapping[str, Tensor], stored: Mapping[str, str]) -> dict[str, Tensor]:
@@ -348,7 +360,9 @@ def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("planish", "torch", "transformers")}
 
 
-def _notes(facts: Mapping[str, Any], plan: Plan) -> Iterator[str]:
+def _notes(facts: Mapping[str, Any], plan: Plan, world: World) -> Iterator[str]:
+    if len(facts["rng"]) != world.size:
+        yield f"written by {len(facts['rng'])} rank(s), read by {world.size}: random numbers (dropout) begin anew."
     if facts["plan_sha256"] != _digest(plan.to_toml()):
         yield "the plan is not the one that wrote the checkpoint, so sums may be taken in another order."
     for name, now in _versions().items():

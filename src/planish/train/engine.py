@@ -1,13 +1,14 @@
 """A model with the plan's methods in place, counted by the ledger: what training, evaluation and dry runs share."""
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from planish.comm.world import ALONE, World
 from planish.data.batch import Batch
 from planish.memory.ledger import Ledger
 from planish.methods import Packed, Plan
@@ -16,6 +17,7 @@ from planish.models.head import HeadLoss, head_loss
 from planish.models.install import install
 from planish.peaks.activation.keep import Keeper
 from planish.train.facts import Facts
+from planish.train.spread import Spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,8 @@ class Engine:
         ledger: Counts every byte.
         facts: Reads numbers out of tensors.
         keepers: What keeps the activations of each feed-forward network that packs them.
+        world: The ranks that train together.
+        spread: What the other ranks take part in; None where there is one rank.
     """
 
     device: torch.device
@@ -39,6 +43,8 @@ class Engine:
     ledger: Ledger
     facts: Facts
     keepers: Mapping[str, Keeper]
+    world: World = ALONE
+    spread: Spread | None = None
 
     def take(self, batch: Batch) -> Batch:
         """Return the batch where the model lives, on the books."""
@@ -58,6 +64,23 @@ class Engine:
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **bounds
         ).last_hidden_state
 
+    def loss(self, batch: Batch, *, last: bool = True) -> Tensor:
+        """Return the loss of this rank's rows, summed over the tokens that count; all ranks call it together.
+
+        Args:
+            batch: From `take`.
+            last: Gradients of all microbatches so far are exchanged in this one's backward pass.
+        """
+        return self.local_loss(batch) if self.spread is None else self.spread(batch, last=last)
+
+    def local_loss(self, batch: Batch) -> Tensor:
+        """Return `loss` as the ranks gather their weights; in training, layers and head are phases of their own."""
+        training = self.anatomy.model.training
+        with self.ledger.phase("forward") if training else nullcontext():
+            hidden = self.hidden(batch)
+        with self.ledger.phase("head") if training else self.ledger.category("head tiles"):
+            return self.head(hidden, batch.target, batch.num_valid)
+
 
 def build_engine(
     load: Callable[[], PreTrainedModel],
@@ -68,6 +91,7 @@ def build_engine(
     facts: Facts,
     scope: ExitStack,
     dry: bool = False,
+    world: World = ALONE,
 ) -> Engine:
     """Return the model that `load` makes, until `scope` closes with the methods of `plan` and watched by `ledger`.
 
@@ -79,6 +103,7 @@ def build_engine(
         facts: Reads numbers out of tensors.
         scope: Undoes everything when it closes.
         dry: The model's tensors are fake.
+        world: The ranks that train together; default: this one alone.
 
     Raises:
         UsageError: What `load` raises, or a model without the parts that the plan's methods replace.
@@ -87,6 +112,7 @@ def build_engine(
     with ledger.phase("init"):
         model = load().train()
         anatomy = find(model)
+        spread = None if world.size == 1 else Spread(anatomy, world)
         names = list(anatomy.layers)
 
         def restored(index: int, tensor: Tensor) -> None:
@@ -97,7 +123,7 @@ def build_engine(
             scope.callback(installed.undo)
         scope.enter_context(ledger.watch(model, head=anatomy.head))
         _label_boundaries(anatomy, ledger, scope)
-    return Engine(
+    engine = Engine(
         device=model.device,
         anatomy=anatomy,
         head=head_loss(anatomy, plan.vocab),
@@ -105,7 +131,12 @@ def build_engine(
         ledger=ledger,
         facts=facts,
         keepers=installed.keepers,
+        world=world,
+        spread=spread,
     )
+    if spread is not None:
+        spread.bind(engine.local_loss)
+    return engine
 
 
 def _label_boundaries(anatomy: Anatomy, ledger: Ledger, scope: ExitStack) -> None:

@@ -22,7 +22,7 @@ class EvalReport:
 
 @torch.no_grad()
 def evaluate(engine: Engine, batches: Iterable[Batch]) -> EvalReport:
-    """Return the mean loss in nats per token and the bits per byte over `batches`.
+    """Return the mean loss in nats per token and the bits per byte over `batches`, those of all ranks together.
 
     Memory:        the forward pass of one batch without gradients, one head tile.
 
@@ -30,20 +30,18 @@ def evaluate(engine: Engine, batches: Iterable[Batch]) -> EvalReport:
         UsageError: No target counts in any batch.
         NotFinite: The loss is NaN or infinite.
     """
-    model, total, num_valid = engine.anatomy.model, 0.0, 0
+    model, losses, num_valid = engine.anatomy.model, 0.0, 0
     num_bytes: int | None = 0
     model.eval()
     with engine.ledger.phase("eval"):
         for batch in batches:
-            moved = engine.take(batch)
-            hidden = engine.hidden(moved)
-            with engine.ledger.category("head tiles"):
-                loss = engine.head(hidden, moved.target, batch.num_valid)
-            total += engine.facts.number(loss)
+            losses += engine.facts.number(engine.loss(engine.take(batch)))
             num_valid += batch.num_valid
             num_bytes = None if num_bytes is None or batch.num_bytes is None else num_bytes + batch.num_bytes
-            del hidden, loss
     model.train()
+    ranks = engine.world.gather([losses, num_valid, num_bytes])
+    total, num_valid = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
+    num_bytes = None if any(rank[2] is None for rank in ranks) else sum(rank[2] for rank in ranks)
     if num_valid == 0:
         raise UsageError("`data.eval` holds no token to predict; name a longer text.")
     if not math.isfinite(total):

@@ -5,13 +5,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from planish.comm.world import ALONE, World
 from planish.data.batch import Batch
-from planish.data.feed import Feed, check_readable, eval_batches, open_feed
+from planish.data.cursor import FeedPosition
+from planish.data.feed import Feed, check_readable, deal, eval_batches, open_feed
 from planish.memory.ledger import Ledger
 from planish.models.int8 import loads_on_host, settle
-from planish.models.load import load_model, load_tokenizer, run_device
+from planish.models.load import load_model, load_tokenizer, run_device, sketch_model
 from planish.peaks.optim.adamw import AdamW
 from planish.runfile import RunFile
 from planish.train.engine import Engine, build_engine
@@ -37,7 +40,7 @@ class Job:
         engine: The model with the plan's methods in place.
         optimizer: Holds its state from the start.
         feed: Endless batches.
-        eval_batches: Opens the held-out batches in their fixed order.
+        eval_batches: Opens the held-out batches in their fixed order, this rank's.
     """
 
     run: RunFile
@@ -48,7 +51,30 @@ class Job:
     eval_batches: Callable[[], Iterable[Batch]]
 
 
-def build(run: RunFile, ledger: Ledger, scope: ExitStack) -> Job:
+class RankFeed:
+    """A rank's rows of each batch that the ranks read together; the position is the same on all.
+
+    Every rank lays out the whole batch, so that the rows do not depend on how many ranks share them.
+    """
+
+    def __init__(self, feed: Feed, *, rank: int, rows: int) -> None:
+        self._feed, self._start, self._stop = feed, rank * rows, (rank + 1) * rows
+
+    @property
+    def position(self) -> FeedPosition:
+        """Where the next batch begins."""
+        return self._feed.position
+
+    def seek(self, position: FeedPosition) -> None:
+        """Go on as after the batch that left the feed at `position`."""
+        self._feed.seek(position)
+
+    def next(self) -> Batch:
+        """Return this rank's rows of the next batch."""
+        return self._feed.next().rows(self._start, self._stop)
+
+
+def build(run: RunFile, ledger: Ledger, scope: ExitStack, world: World = ALONE) -> Job:
     """Return the job that `run` describes; everything that lives through training is allocated here.
 
     All data is read once before (a gigabyte takes a second or two as text, ten as JSON lines), so that a bad file costs
@@ -58,46 +84,59 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack) -> Job:
         run: Every setting.
         ledger: Active already; the bytes of this call count as phase "init".
         scope: Closes what watches the model.
+        world: The ranks that train together, each with its rows.
 
     Raises:
         UsageError: Data, model or tokenizer that cannot be used.
         BudgetExceeded: Weights and optimizer state alone are above the budget.
     """
     tokenizer = load_tokenizer(run.model)
-    feed = open_run_feed(run, tokenizer)
-    data, rows = run.data, run.rows_per_microbatch
-    check_readable((*data.train, *data.eval), tokenizer=tokenizer, loss_on=data.loss_on)
+    rows = run.rows_per_microbatch
+    feed = RankFeed(open_run_feed(run, tokenizer, rows=rows * world.size), rank=world.rank, rows=rows)
+    if world.leads:
+        check_readable((*run.data.train, *run.data.eval), tokenizer=tokenizer, loss_on=run.data.loss_on)
 
     def held_out() -> Iterable[Batch]:
-        return eval_batches(
-            data.eval,
+        batches = eval_batches(
+            run.data.eval,
             tokenizer=tokenizer,
-            context=data.context,
+            context=run.data.context,
             rows=rows,
-            max_tokens=data.eval_tokens,
-            loss_on=data.loss_on,
+            max_tokens=run.data.eval_tokens,
+            loss_on=run.data.loss_on,
         )
+        return deal(batches, rank=world.rank, num_ranks=world.size)
 
     def load() -> PreTrainedModel:
+        if run.mesh.sharded and not world.leads:
+            return sketch_model(run.model, context=run.data.context)
         on_host = loads_on_host(run.plan.optim)
-        model = load_model(run.model, context=data.context, tokenizer=tokenizer, seed=run.train.seed, on_host=on_host)
+        context, seed = run.data.context, run.train.seed
+        model = load_model(run.model, context=context, tokenizer=tokenizer, seed=seed, on_host=on_host)
         return settle(model, run.plan.optim, run_device())
 
     engine = build_engine(
-        load, run.plan, tokens=run.tokens_per_microbatch, ledger=ledger, facts=MeasuredFacts(), scope=scope
+        load, run.plan, tokens=run.tokens_per_microbatch, ledger=ledger, facts=MeasuredFacts(), scope=scope, world=world
     )
-    optimizer = build_optimizer(engine, run)
-    return Job(run=run, tokenizer=tokenizer, engine=engine, optimizer=optimizer, feed=feed, eval_batches=held_out)
+    torch.manual_seed(run.train.seed + world.rank)  # dropout: each rank its own
+    return Job(
+        run=run,
+        tokenizer=tokenizer,
+        engine=engine,
+        optimizer=build_optimizer(engine, run),
+        feed=feed,
+        eval_batches=held_out,
+    )
 
 
-def open_run_feed(run: RunFile, tokenizer: PreTrainedTokenizerBase) -> Feed:
-    """Return the run's training data, standing before its first document."""
+def open_run_feed(run: RunFile, tokenizer: PreTrainedTokenizerBase, *, rows: int) -> Feed:
+    """Return the run's training data in batches of `rows`, standing before its first document."""
     data = run.data
     return open_feed(
         data.train,
         tokenizer=tokenizer,
         context=data.context,
-        rows=run.rows_per_microbatch,
+        rows=rows,
         seed=data.seed,
         pack=data.pack,
         loss_on=data.loss_on,

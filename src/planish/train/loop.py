@@ -12,8 +12,10 @@ from planish.errors import Interrupted
 from planish.memory.report import StepMemory
 from planish.methods import Apollo
 from planish.train.blame import refuse_non_finite
+from planish.train.engine import Engine
 from planish.train.job import Job
 from planish.train.schedule import learning_rate
+from planish.train.spread import reduced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ def train(job: Job, *, first_step: int, hooks: Hooks) -> None:
     settings = job.run
     for step in range(first_step, settings.train.steps + 1):
         hooks.on_step(train_step(job, step))
-        stopping, last = hooks.stop_requested(), step == settings.train.steps
+        stopping, last = job.engine.world.max(hooks.stop_requested()) > 0, step == settings.train.steps
         if stopping or _due(step, settings.save.every, last=last):
             hooks.save(step)
         if not stopping and _due(step, settings.train.eval_every, last=last):
@@ -64,35 +66,32 @@ def train(job: Job, *, first_step: int, hooks: Hooks) -> None:
 def train_step(job: Job, step: int) -> StepReport:
     """Run one optimizer step over `train.grad_accum` microbatches, normalised by their valid tokens together."""
     started, settings, engine = time.perf_counter(), job.run.train, job.engine
-    ledger, facts = engine.ledger, engine.facts
+    ledger = engine.ledger
     in_backward = isinstance(job.run.plan.optim, Apollo) and job.run.plan.optim.in_backward
     ledger.start_step(step)
     lr = learning_rate(settings, step)
     for group in job.optimizer.param_groups:
         group["lr"] = lr
     batches = [engine.take(job.feed.next()) for _ in range(settings.grad_accum)]
-    num_valid = sum(batch.num_valid for batch in batches)
+    num_valid = engine.world.sum(sum(batch.num_valid for batch in batches))
     losses: list[Tensor] = []
     norms: list[Tensor] = []
     for batch in batches:
-        with ledger.phase("forward"):
-            hidden = engine.hidden(batch)
-        with ledger.phase("head"):
-            loss = engine.head(hidden, batch.target, batch.num_valid)
-            del hidden
+        loss = engine.loss(batch, last=batch is batches[-1])
         losses.append(loss.detach())
         with ledger.phase("backward"), ExitStack() as scope:
             if in_backward and batch is batches[-1]:
-                mean_loss = facts.number(torch.stack(losses).sum()) / max(1, num_valid)
+                mean_loss = _mean(engine, losses, num_valid)
                 refuse_non_finite(engine, step, loss=mean_loss, grad_norm=0.0, batches=batches)
                 scope.enter_context(_updates(job, norms))
             (loss / max(1, num_valid)).backward()
             del loss
     with ledger.phase("optimizer"):
         params = [param for param in engine.anatomy.model.parameters() if param.grad is not None]
-        total_norm = torch.nn.utils.get_total_norm(norms if in_backward else [param.grad for param in params])
-        mean_loss = facts.number(torch.stack(losses).sum()) / max(1, num_valid)
-        grad_norm = facts.number(total_norm)
+        grads = norms if in_backward else [param.grad for param in params]
+        total_norm = reduced(torch.nn.utils.get_total_norm(grads))
+        mean_loss = _mean(engine, losses, num_valid)
+        grad_norm = engine.facts.number(total_norm)
         refuse_non_finite(engine, step, loss=mean_loss, grad_norm=grad_norm, batches=batches, updated=in_backward)
         if settings.clip:
             torch.nn.utils.clip_grads_with_norm_(params, settings.clip, total_norm)
@@ -103,11 +102,16 @@ def train_step(job: Job, step: int) -> StepReport:
         loss=mean_loss,
         grad_norm=grad_norm,
         lr=lr,
-        num_tokens=sum(batch.input_ids.numel() for batch in batches),
+        num_tokens=sum(batch.input_ids.numel() for batch in batches) * engine.world.size,
         num_valid=num_valid,
         step_s=time.perf_counter() - started,
         memory=ledger.end_step(),
     )
+
+
+def _mean(engine: Engine, losses: list[Tensor], num_valid: int) -> float:
+    """Return the mean loss of the counted tokens of all ranks."""
+    return engine.facts.number(engine.world.add(torch.stack(losses).sum())) / max(1, num_valid)
 
 
 @contextmanager

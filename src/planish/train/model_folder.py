@@ -14,18 +14,29 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from planish.peaks.optim.int8_weight import Int8Weight
-from planish.train.tensor_files import write_safetensors
+from planish.train.spread import local, reduced
+from planish.train.tensor_files import in_file_order, write_safetensors
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
-def write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str]:
+def write_model(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, leads: bool = True
+) -> dict[str, str]:
     """Write config, weights and tokenizer; return where each weight is that is stored as it lies in memory.
 
     `save_pretrained` writes the same tensors, but where it converts weights (it splits fused experts) it copies those
     of all layers first: 58 % of a small Qwen3-MoE. Here each layer is one file.
 
-    Memory: the converted weights of one layer; nothing where there are none.
+    Memory: the converted weights of one layer; nothing where there are none. Sharded weights: one tensor whole, or
+        those of one layer where they are converted.
+    Communication: one collective per sharded weight.
+
+    Args:
+        folder: Exists.
+        model: Its weights may be sharded; then all ranks take part.
+        tokenizer: Saved beside it.
+        leads: This rank writes; the others only bring their shards.
 
     Returns:
         For each weight that was not converted, its name in memory and its name in the files.
@@ -33,13 +44,13 @@ def write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToken
     Raises:
         OSError: The disk refuses.
     """
-    _config_as_saved(model).save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-    stored = _write_weights(folder, model)
-    if tokenizer is not None:
-        _write_tokenizer(folder, tokenizer)
-    return stored
+    if leads:
+        _config_as_saved(model).save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        if tokenizer is not None:
+            _write_tokenizer(folder, tokenizer)
+    return _write_weights(folder, model, leads=leads)
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -103,18 +114,17 @@ def published(model: PreTrainedModel, group: Mapping[str, Tensor]) -> dict[str, 
     return revert_weight_conversion(model, wide)
 
 
-def _write_weights(folder: Path, model: PreTrainedModel) -> dict[str, str]:
+def _write_weights(folder: Path, model: PreTrainedModel, *, leads: bool) -> dict[str, str]:
     groups = weight_groups(model)
     stored: dict[str, str] = {}
     weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, start=1):
         several = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
         path = folder / f"model{several}.safetensors"
-        memory_of = _write_converted(path, model, group)
-        weight_map |= dict.fromkeys(memory_of, path.name)
-        saved_as = {memory: name for name, memory in memory_of.items()}
-        stored |= {name: saved_as[_memory(each)] for name, each in group.items() if _memory(each) in saved_as}
-    if len(groups) > 1:
+        memory_of, names = _write_group(path, model, group, whole=len(groups) > 1, leads=leads)
+        weight_map |= dict.fromkeys(memory_of.values(), path.name)
+        stored |= {name: memory_of[memory] for name, memory in names.items() if memory in memory_of}
+    if leads and len(groups) > 1:
         index = {
             "metadata": {"total_size": sum(each.nbytes for group in groups for each in group.values())},
             "weight_map": weight_map,
@@ -123,15 +133,36 @@ def _write_weights(folder: Path, model: PreTrainedModel) -> dict[str, str]:
     return stored
 
 
-def _write_converted(path: Path, model: PreTrainedModel, group: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
-    """Write `group` in its published form; return the names, and where each tensor lay. No tensor outlives this."""
+_Memory = tuple[Any, ...]
+
+
+def _write_group(
+    path: Path, model: PreTrainedModel, group: Mapping[str, Tensor], *, whole: bool, leads: bool
+) -> tuple[dict[_Memory, str], dict[str, _Memory]]:
+    """Write `group` in its published form; return what name lies where, saved and in memory. No tensor outlives this.
+
+    Args:
+        path: The file.
+        model: Knows the published form.
+        group: Weights by name.
+        whole: Bring the shards of the whole group together first, since some are converted.
+        leads: Write.
+    """
+    if whole:
+        group = {name: reduced(tensor) for name, tensor in group.items()}
     saved = published(model, group)
-    write_safetensors(path, saved, {"format": "pt"})
-    return {name: _memory(tensor) for name, tensor in saved.items()}
+    if leads:
+        write_safetensors(path, saved, {"format": "pt"})
+    else:
+        for name in in_file_order(saved):
+            reduced(saved[name])
+    memory_of = {_memory(tensor): name for name, tensor in saved.items()}
+    return memory_of, {name: _memory(tensor) for name, tensor in group.items()}
 
 
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
+def _memory(tensor: Tensor) -> _Memory:
     """Return what two names of one tensor share."""
+    tensor = local(tensor)
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 

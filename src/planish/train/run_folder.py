@@ -26,12 +26,14 @@ class RunFolder:
         resume: The run in it goes on.
         made: Folders that `open_run_folder` made, innermost first.
         lock: Descriptor of the locked file; the lock goes with it.
+        leads: This process writes; where several ranks share a run, rank 0 alone.
     """
 
     path: Path
     resume: bool
     made: tuple[Path, ...] = field(repr=False)
     lock: int = field(repr=False)
+    leads: bool = True
 
     @property
     def run_toml(self) -> Path:
@@ -72,6 +74,8 @@ class RunFolder:
         Raises:
             WorldFailed: The disk refuses.
         """
+        if not self.leads:
+            return
         with disk_errors(f"writing the run folder {self.path}"):
             if self.resume:
                 cut_lines(self.metrics, step)
@@ -85,7 +89,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Let others use the folder; of a run that never began nothing stays, not even its folder's parents."""
-        if not self.run_toml.exists():
+        if self.leads and not self.run_toml.exists():
             (self.path / _LOCK).unlink(missing_ok=True)
             _remove_empty(self.made)
         os.close(self.lock)
@@ -161,6 +165,11 @@ def open_run_folder(path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
         folder.close()
         raise
     return folder
+
+
+def follow_run_folder(path: Path, *, resume: bool) -> RunFolder:
+    """Return the folder that another rank of the run has opened and writes."""
+    return RunFolder(path=path, resume=resume, made=(), lock=os.open(os.devnull, os.O_RDONLY), leads=False)
 
 
 def cut_lines(path: Path, step: int) -> None:

@@ -1,14 +1,17 @@
 """One run in its folder: built, resumed, trained, evaluated, saved, and written down line by line."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from planish.comm.world import ALONE, World
 from planish.data.cursor import FeedPosition
 from planish.errors import BudgetExceeded, NotFinite, PlanishError, UsageError
 from planish.memory.book import Phase
@@ -50,7 +53,7 @@ class View(Protocol):
         ...
 
 
-def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMeter) -> None:
+def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMeter, world: World = ALONE) -> None:
     """Train `run` in `folder`, from its newest intact checkpoint on where the folder is resumed.
 
     Args:
@@ -58,6 +61,7 @@ def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMete
         folder: Locked for this process; it is changed only once everything that can be refused has been.
         view: Shows the run.
         meter: Began before the first tensor.
+        world: The ranks that train together; rank 0 writes and shows.
 
     Raises:
         PlanishError: Each of its kinds, as its exit code says; the last checkpoint is intact.
@@ -71,11 +75,11 @@ def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMete
     ledger = Ledger(budget_bytes=run.memory.budget, on_exceed=run.memory.on_exceed)
     with ExitStack() as scope:
         scope.enter_context(counted(ledger, run_device()))
-        job, first_step = _prepare(run, folder, view, ledger, scope)
+        job, first_step = _prepare(run, folder, view, ledger, scope, world)
         stop = scope.enter_context(StopSignal())
         view.begin(job, first_step, meter.baseline_bytes)
         folder.begin(run_toml=run.to_toml(), plan_toml=run.plan.to_toml(), step=first_step - 1)
-        if predicted is not None:
+        if predicted is not None and folder.leads:
             tree = to_tree(predicted, run.memory.budget) | {"baseline_bytes": meter.baseline_bytes}
             write_atomically(folder.path / "plan.json", json.dumps(tree))
         records = scope.enter_context(_Records(folder, job, view, meter, saved_step=first_step - 1))
@@ -84,10 +88,12 @@ def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMete
             train(job, first_step=first_step, hooks=records.hooks(stop))
 
 
-def _prepare(run: RunFile, folder: RunFolder, view: View, ledger: Ledger, scope: ExitStack) -> tuple[Job, int]:
+def _prepare(
+    run: RunFile, folder: RunFolder, view: View, ledger: Ledger, scope: ExitStack, world: World
+) -> tuple[Job, int]:
     """Return the job and its first step; the folder is as it was."""
     try:
-        job = build(run, ledger, scope)
+        job = build(run, ledger, scope, world)
         _check_eval(job)
         return job, _resume(job, folder, view) if folder.resume else 1
     except (BudgetExceeded, torch.OutOfMemoryError) as error:
@@ -103,7 +109,10 @@ class _Records:
     def __init__(self, folder: RunFolder, job: Job, view: View, meter: ProcessMeter, *, saved_step: int) -> None:
         self._done_step, self._saved_step, self._position = saved_step, saved_step, job.feed.position
         self._folder, self._job, self._view, self._meter = folder, job, view, meter
-        self._metrics, self._memory = JsonLines(folder.metrics), JsonLines(folder.memory)
+        self._world = job.engine.world
+        nowhere = Path(os.devnull)
+        self._metrics = JsonLines(folder.metrics if folder.leads else nowhere)
+        self._memory = JsonLines(folder.memory if folder.leads else nowhere)
         self._largest_bytes: dict[Phase, int] = {}
 
     def __enter__(self) -> "_Records":
@@ -112,7 +121,7 @@ class _Records:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._metrics.close()
         self._memory.close()
-        if kind is None or issubclass(kind, PlanishError):
+        if self._folder.leads and (kind is None or issubclass(kind, PlanishError)):
             self._draw()
 
     def hooks(self, stop: StopSignal) -> Hooks:
@@ -148,7 +157,7 @@ class _Records:
             raise
 
     def _save_done(self) -> None:
-        if self._done_step > self._saved_step:
+        if self._done_step > self._saved_step and self._world.size == 1:  # ranks may have ended apart
             self.save(self._done_step)
 
     def _kept(self) -> str:
@@ -168,6 +177,7 @@ class _Records:
         self._done_step, self._position = report.step, self._job.feed.position
         reading = self._meter.read()
         on_device = reading.device_peak_bytes
+        peak_bytes = report.memory.peak_bytes if on_device is None else on_device
         self._metrics.write(
             {
                 "step": report.step,
@@ -178,8 +188,8 @@ class _Records:
                 "valid_tokens": report.num_valid,
                 "step_s": round(report.step_s, 4),
                 "tokens_per_s": round(report.num_tokens / report.step_s, 1),
-                "memory/peak_bytes": report.memory.peak_bytes if on_device is None else on_device,
-                "memory/vm_hwm_bytes": reading.resident_peak_bytes,
+                "memory/peak_bytes": self._world.max(peak_bytes),
+                "memory/vm_hwm_bytes": self._world.max(reading.resident_peak_bytes),
             }
         )
         self.memory_line()
@@ -210,6 +220,7 @@ class _Records:
                 progress={"feed": self._position.to_dict()},
                 plan=job.run.plan,
                 keep=job.run.save.keep,
+                world=self._world,
             )
         self._saved_step = step
         self._view.note(f"saved {path}")
@@ -244,7 +255,7 @@ def optimizer_tensors(job: Job) -> dict[str, dict[str, dict[str, Tensor]]]:
 def _resume(job: Job, folder: RunFolder, view: View) -> int:
     """Load the newest intact checkpoint and return the first step to do."""
     with job.engine.ledger.phase("resume"):
-        found = checkpoint.latest(folder)
+        found = _latest(folder, job.engine.world)
         if found is None:
             view.note(f"{folder.path} holds no checkpoint yet; starting from step 1.")
             return 1
@@ -254,6 +265,7 @@ def _resume(job: Job, folder: RunFolder, view: View) -> int:
             tokenizer=job.tokenizer,
             tensors=optimizer_tensors(job),
             plan=job.run.plan,
+            world=job.engine.world,
         )
     for sentence in (*found.skipped, *restored.notes):
         view.note(sentence)
@@ -262,6 +274,16 @@ def _resume(job: Job, folder: RunFolder, view: View) -> int:
     left = f"all {job.run.train.steps} steps of `train.steps` are done" if done else "resumed"
     view.note(f"{left}, from {found.path}")
     return restored.step + 1
+
+
+def _latest(folder: RunFolder, world: World) -> checkpoint.CheckpointRef | None:
+    """Return the newest intact checkpoint, which rank 0 looks for."""
+    found = checkpoint.latest(folder) if world.leads else None
+    name, skipped = world.gather([found and found.path.name, found and found.skipped])[0]
+    if name is None or found is not None:
+        return found
+    path = folder.checkpoints / name
+    return checkpoint.CheckpointRef(path=path, step=int(name.removeprefix("step-")), skipped=tuple(skipped))
 
 
 def _check_eval(job: Job) -> None:

@@ -26,6 +26,8 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from planish.train.spread import reduced
+
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -45,13 +47,13 @@ _DTYPES = {
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write `tensors` into one safetensors file that is durable when this returns.
 
-    Memory: one tensor, and only where it has to be copied (it lies on a device or is not contiguous).
+    Memory: one tensor, and only where it has to be copied (it lies on a device, is not contiguous, or is sharded:
+        then the other ranks bring their shards in the same order).
 
     Raises:
         OSError: The disk refuses. (safetensors' own writer hides its reason, and holds a file's copies all at once.)
     """
-    # Widest items first, as safetensors itself does, so that each tensor begins at a multiple of its item size.
-    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    names = in_file_order(tensors)
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name in names:
@@ -63,9 +65,14 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in names:
-            file.write(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            file.write(reduced(tensors[name].detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         file.flush()
         os.fsync(file.fileno())
+
+
+def in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return names, widest items first as in safetensors itself: each tensor begins at a multiple of its item size."""
+    return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
 
 
 def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:

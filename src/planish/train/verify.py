@@ -63,7 +63,7 @@ def verify(run: RunFile) -> list[Difference]:
         UsageError: A model or data that cannot be used.
     """
     tokenizer = load_tokenizer(run.model)
-    batch = open_run_feed(run, tokenizer).next()
+    batch = open_run_feed(run, tokenizer, rows=run.rows_per_microbatch).next()
     model = load_model(run.model, context=run.data.context, tokenizer=tokenizer, seed=run.train.seed)
     planned = _step(model, run.plan, batch)
     plain = _step(model, Plan.plain(), batch)
@@ -87,7 +87,7 @@ def _step(model: PreTrainedModel, plan: Plan, batch: Batch) -> _Step:
             lambda: model, plan, tokens=batch.input_ids.numel(), ledger=Ledger(), facts=MeasuredFacts(), scope=scope
         )
         moved = engine.take(batch)
-        loss = engine.head(engine.hidden(moved), moved.target, batch.num_valid) / max(1, batch.num_valid)
+        loss = engine.loss(moved) / max(1, batch.num_valid)
         loss.backward()
     grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     model.zero_grad(set_to_none=True)

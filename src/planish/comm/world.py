@@ -1,0 +1,185 @@
+"""The ranks of one run: who takes part, what all must agree on, and what the others hear when one is lost."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from planish import errors
+from planish.errors import PlanishError, UsageError, WorldFailed
+from planish.runfile import MeshSection
+
+# How long the ranks that are left wait for word from the others before they call them lost.
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The ranks that train together; one rank needs no process group.
+
+    Attributes:
+        rank: This process, from 0.
+        size: How many there are.
+        mesh: Axes "replicate" x "dp" over the ranks; None where there is one rank.
+    """
+
+    rank: int = 0
+    size: int = 1
+    mesh: DeviceMesh | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks and writes for all."""
+        return self.rank == 0
+
+    def sum(self, number: int) -> int:
+        """Return the sum of `number` over the ranks. Communication: one all-reduce of 8 bytes."""
+        return self._reduce(number, dist.ReduceOp.SUM)
+
+    def max(self, number: int) -> int:
+        """Return the largest `number` of any rank. Communication: one all-reduce of 8 bytes."""
+        return self._reduce(number, dist.ReduceOp.MAX)
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """Return `tensor`, summed over the ranks in place. Communication: one all-reduce of its bytes."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what each rank gave, by rank; values that JSON can hold. Communication: one all-gather."""
+        if self.size == 1:
+            return [value]
+        texts: list[str] = [""] * self.size
+        dist.all_gather_object(texts, json.dumps(value))
+        return [json.loads(text) for text in texts]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier()
+
+    def require_same(self, facts: dict[str, str]) -> None:
+        """Refuse ranks that differ in any of `facts`, on every rank alike.
+
+        Raises:
+            UsageError: The ranks that differ from rank 0, and in what.
+        """
+        everywhere = self.gather(facts)
+        for what in facts:
+            other = [str(rank) for rank, each in enumerate(everywhere) if each[what] != everywhere[0][what]]
+            if other:
+                ranks = f"rank{'s' if len(other) > 1 else ''} {', '.join(other)}"
+                raise UsageError(
+                    f"{ranks} and rank 0 differ in {what}; start every rank with the same settings, files and versions."
+                )
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Let every rank end as the first one that failed did: with its exit code, naming it.
+
+        Raises:
+            PlanishError: This rank's, or of another rank's kind.
+            WorldFailed: A rank is gone without a word.
+        """
+        if self.size == 1:
+            yield
+            return
+        try:
+            yield
+        except PlanishError as error:
+            self._publish(type(error).__name__, str(error))
+            raise
+        except Exception as error:
+            if _is_of_the_group(error):
+                raise self._diagnose(error) from error
+            self._publish("", f"{type(error).__name__}: {error}")
+            raise
+
+    def _reduce(self, number: int, op: Any) -> int:
+        if self.size == 1:
+            return number
+        assert self.mesh is not None
+        value = torch.tensor(number, dtype=torch.int64, device=self.mesh.device_type)
+        dist.all_reduce(value, op)
+        return int(value)
+
+    def _publish(self, kind: str, sentence: str) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"planish/failed/{self.rank}", json.dumps([kind, sentence]))
+
+    def _diagnose(self, error: Exception) -> PlanishError:
+        """Return why a collective failed: what another rank said, or which rank says nothing."""
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"planish/here/{self.rank}", "")
+        until = time.monotonic() + _GRACE_S
+        while time.monotonic() < until:
+            for rank in range(self.size):
+                if store.check([f"planish/failed/{rank}"]):
+                    kind, sentence = json.loads(store.get(f"planish/failed/{rank}"))
+                    return getattr(errors, kind or "WorldFailed")(f"rank {rank} stopped: {sentence}")
+            time.sleep(0.1)
+        silent = [str(rank) for rank in range(self.size) if not store.check([f"planish/here/{rank}"])]
+        who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)}" if silent else "a collective"
+        lost = "lost" if silent else "timed out"
+        return WorldFailed(
+            f"{who} {lost}: {str(error).splitlines()[0]}; complete checkpoints are intact, go on with `--resume`."
+        )
+
+
+ALONE = World()
+"""The world of a run on one rank."""
+
+
+def is_launched() -> bool:
+    """Return whether `torchrun` started this process."""
+    return dist.is_torchelastic_launched()
+
+
+def restarts() -> int:
+    """Return how often `torchrun` has started this run again after a rank was lost."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # noqa: TID251 - the launcher
+
+
+def launched_size() -> int:
+    """Return how many ranks `torchrun` started; 1 without it."""
+    return int(os.environ["WORLD_SIZE"]) if is_launched() else 1  # noqa: TID251 - the launcher
+
+
+@contextmanager
+def join(mesh: MeshSection, *, device_type: str) -> Iterator[World]:
+    """Return the world of this process over the ranks of `mesh`, gloo on a CPU and NCCL on CUDA.
+
+    Raises:
+        WorldFailed: Not all ranks came within `mesh.timeout_s`.
+    """
+    if mesh.size == 1:
+        yield ALONE
+        return
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # noqa: TID251 - the launcher
+    try:
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=mesh.timeout_s))
+    except dist.DistError as error:
+        raise WorldFailed(f"the {mesh.size} ranks did not meet within {mesh.timeout_s:g} s: {error}") from error
+    try:
+        axes = ("replicate", "dp")
+        devices = init_device_mesh(device_type, (mesh.replicate, mesh.dp or 1), mesh_dim_names=axes)
+        yield World(rank=dist.get_rank(), size=dist.get_world_size(), mesh=devices)
+    finally:
+        dist.destroy_process_group()
+
+
+def _is_of_the_group(error: Exception) -> bool:
+    """Return whether a collective raised `error`; gloo says so in the text alone."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())

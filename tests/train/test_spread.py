@@ -1,0 +1,194 @@
+"""Training over ranks: the numbers of one process, shards without padding, checkpoints for any number of ranks."""
+
+import dataclasses
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from planish.comm.world import ALONE
+from planish.errors import PlanishError, UsageError
+from planish.memory.ledger import Ledger
+from planish.methods import Batched, Plain
+from planish.runfile import MeshSection, load
+from planish.train.engine import build_engine
+from planish.train.evaluate import evaluate
+from planish.train.facts import MeasuredFacts
+from planish.train.job import Job, RankFeed, build, build_optimizer, open_run_feed
+from planish.train.loop import train_step
+from planish.train.run_folder import follow_run_folder, open_run_folder
+from planish.train.session import _resume, run_training
+from planish.train.spread import local, reduced
+
+MESHES = [{"dp": 2}, {"dp": 3}, {"replicate": 2}, {"replicate": 2, "dp": 2}]
+
+
+@pytest.fixture
+def run_of(model_folder, text_file, tmp_path):
+    """Return (family, mesh, *settings) -> a run of twelve rows a step in two microbatches."""
+
+    def make(family="llama", mesh=None, *settings, **config):
+        return load(
+            None,
+            [
+                ("model.from", str(model_folder(family, **config))),
+                ("model.dtype", "fp32"),
+                ("data.train", [str(text_file)]),
+                ("data.context", 16),
+                ("train.steps", 3),
+                ("train.grad_accum", 2),
+                ("train.global_tokens", 24 * 16),
+                ("train.lr", 1e-2),
+                ("save.dir", str(tmp_path / "run")),
+                *((f"mesh.{axis}", degree) for axis, degree in (mesh or {}).items()),
+                *settings,
+            ],
+        )
+
+    return make
+
+
+def train_in_float64(run, model, tokenizer, world):
+    """Return losses, gradient norms and all weights after the run's steps, by the very step that trains."""
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, dtype="bf16-pure"))  # no fp32 master
+    with ExitStack() as scope:
+        ledger, rows = scope.enter_context(Ledger()), run.rows_per_microbatch
+        plan = dataclasses.replace(run.plan, dispatch=Batched() if hasattr(model.config, "num_experts") else Plain())
+        engine = build_engine(
+            lambda: model, plan, tokens=rows * 16, ledger=ledger, facts=MeasuredFacts(), scope=scope, world=world
+        )
+        feed = RankFeed(open_run_feed(run, tokenizer, rows=rows * world.size), rank=world.rank, rows=rows)
+        optimizer = build_optimizer(engine, run)
+        job = Job(run=run, tokenizer=None, engine=engine, optimizer=optimizer, feed=feed, eval_batches=list)
+        reports = [train_step(job, step) for step in range(1, 4)]
+        weights = {name: reduced(param.detach()) for name, param in model.named_parameters()}
+    return [(each.loss, each.grad_norm, each.num_valid, each.num_tokens) for each in reports], weights
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_ranks_compute_what_one_process_computes(run_of, tiny_model, tiny_tokenizer, ranks, family, mesh):
+    config = {"num_experts": 6} if family == "qwen3-moe" else {}
+    one, many = run_of(family, **config), run_of(family, mesh, **config)
+
+    def model():
+        return tiny_model(family, dtype=torch.float64, **config)
+
+    expected, weights = train_in_float64(one, model(), tiny_tokenizer, ALONE)
+    for found, found_weights in ranks(lambda world: train_in_float64(many, model(), tiny_tokenizer, world), **mesh):
+        for before, now in zip(expected, found, strict=True):
+            assert now == pytest.approx(before, rel=1e-12)
+        for name, weight in weights.items():
+            assert torch.allclose(found_weights[name], weight, rtol=1e-10, atol=1e-12), name
+
+
+def test_experts_are_sharded_without_padding(run_of, tiny_model, ranks):
+    run = run_of("qwen3-moe", {"dp": 4}, num_experts=2)
+
+    def shapes(world):
+        with ExitStack() as scope:
+            model = tiny_model("qwen3-moe", num_experts=2)
+            build_engine(
+                lambda: model, run.plan, tokens=16, ledger=Ledger(), facts=MeasuredFacts(), scope=scope, world=world
+            )
+            return [(each.shape, local(each).numel()) for each in model.parameters() if isinstance(each, DTensor)]
+
+    for found in ranks(shapes, dp=4):
+        assert len(found) == len(list(tiny_model("qwen3-moe", num_experts=2).parameters()))
+        assert all(4 * numel == shape.numel() for shape, numel in found)
+
+
+def train_and_save(run, world):
+    class Silent:
+        def begin(self, *_):
+            pass
+
+        step = evaluated = note = begin
+
+    from planish.memory.meter import ProcessMeter
+
+    path, resume = run.save.dir, (run.save.dir / "run.toml").exists()
+    opened = open_run_folder(path, resume=resume, overwrite=False) if world.leads else None
+    with opened or follow_run_folder(path, resume=resume) as folder:
+        run_training(run, folder, Silent(), ProcessMeter(torch.device("cpu")), world)
+
+
+def next_losses(run, world):
+    """Return the losses of the two steps after the newest checkpoint, and the held-out loss before them."""
+
+    class Silent:
+        def note(self, _):
+            pass
+
+    with ExitStack() as scope:
+        job = build(run, scope.enter_context(Ledger()), scope, world)
+        first = _resume(job, follow_run_folder(run.save.dir, resume=True), Silent())
+        assert first == 4
+        held_out = evaluate(job.engine, job.eval_batches())
+        return held_out.loss, *(train_step(job, step).loss for step in (4, 5))
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "fp32"), ("qwen3-moe", "bf16")])
+def test_a_checkpoint_goes_on_over_any_number_of_ranks(run_of, ranks, text_file, family, dtype):
+    settings = [("model.dtype", dtype), ("data.eval", [str(text_file)]), ("data.eval_tokens", 16 * 7)]
+    first = run_of(family, {"dp": 4}, *settings)
+    later = [dataclasses.replace(first, mesh=MeshSection(dp=dp)) for dp in (4, 2, 1)]
+    later = [dataclasses.replace(run, train=dataclasses.replace(run.train, steps=5)) for run in later]
+    ranks(lambda world: train_and_save(first, world), dp=4)
+    model = AutoModelForCausalLM.from_pretrained(first.save.dir / "checkpoints" / "step-00000003")
+    assert all(torch.isfinite(each).all() for each in model.parameters())
+    four, two, [one] = (ranks(lambda world, run=run: next_losses(run, world), dp=run.mesh.dp) for run in later)
+    assert len(set(four)) == len(set(two)) == 1  # every rank reports the same
+    unit = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    for found in (four[0], two[0]):
+        assert found == pytest.approx(one, rel=4 * torch.finfo(unit).eps)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_rank_that_fails_takes_the_others_with_it(ranks, failing):
+    def work(world):
+        try:
+            with world.guarded():
+                if world.rank == failing:
+                    raise UsageError("no such file.")
+                world.barrier()
+        except PlanishError as error:
+            return type(error), str(error)
+
+    for rank, (kind, sentence) in enumerate(ranks(work, dp=3, timeout_s=20)):
+        assert kind is UsageError
+        assert sentence == ("no such file." if rank == failing else f"rank {failing} stopped: no such file.")
+
+
+def test_ranks_with_other_settings_are_named(ranks):
+    def work(world):
+        try:
+            world.require_same({"settings": "a" if world.rank != 1 else "b"})
+        except UsageError as error:
+            return str(error)
+
+    for sentence in ranks(work, dp=3):
+        assert sentence.startswith("rank 1 and rank 0 differ in settings;")
+
+
+def test_rows_of_a_batch_are_those_of_the_whole(run_of, tiny_tokenizer):
+    run = run_of()
+    whole = open_run_feed(run, tiny_tokenizer, rows=6).next()
+    parts = [RankFeed(open_run_feed(run, tiny_tokenizer, rows=6), rank=rank, rows=2).next() for rank in range(3)]
+    for name in ("input_ids", "target", "position_ids"):
+        assert torch.equal(torch.cat([getattr(each, name) for each in parts]), getattr(whole, name))
+    assert sum(each.num_valid for each in parts) == whole.num_valid
+    bounds = [32 * rank + bound for rank, each in enumerate(parts) for bound in each.cu_seq_lens[bool(rank) :]]
+    assert tuple(bounds) == whole.cu_seq_lens
+
+
+@pytest.mark.parametrize(("mesh", "size", "words"), [
+    ({"dp": 3}, 2, "(1 x 3) must be the 2 ranks that were started; set `mesh.dp = 2` or start 3"),
+    ({"replicate": 4}, 6, "must divide the 6 ranks that were started; one of 1, 2, 3, 6."),
+])  # fmt: skip
+def test_a_mesh_that_is_not_the_ranks_is_refused(run_of, mesh, size, words):
+    with pytest.raises(ValueError, match="ranks that were started") as error:
+        run_of("llama", {**mesh}).mesh.over(size)
+    assert words in str(error.value)
