@@ -1,7 +1,9 @@
 """The choice bounds as little as the budget allows, and says why."""
 
-from planish.methods import Blocked, Checkpoint, Packed, Plain, Plan
-from planish.plan.choose import choose
+from dataclasses import replace
+
+from planish.methods import Blocked, Checkpoint, Offload, Packed, Plain, Plan, keeps_attention
+from planish.plan.choose import advise, choose
 
 GIB = 2**30
 
@@ -9,7 +11,8 @@ GIB = 2**30
 def price(plan):
     """Return 100 GiB, and what each plain peak adds."""
     added = {"attention": 40, "vocab": 30, "boundary": 20}
-    return GIB * (100 + sum(size for peak, size in added.items() if isinstance(getattr(plan, peak), Plain)))
+    kept = 5 * keeps_attention(plan.boundary)
+    return GIB * (100 + kept + sum(size for peak, size in added.items() if isinstance(getattr(plan, peak), Plain)))
 
 
 def chosen(budget, named=()):
@@ -26,8 +29,32 @@ def test_the_plain_way_wins_where_it_fits():
 def test_peaks_are_bounded_until_it_fits_and_no_further():
     assert chosen(189).plan == Plan(vocab=Plain(), boundary=Plain())
     assert chosen(149).plan == Plan(boundary=Plain())
-    assert chosen(119).plan == Plan()
-    assert isinstance(chosen(119).plan.boundary, Checkpoint)
+    assert chosen(104).plan == Plan()
+    assert isinstance(chosen(104).plan.boundary, Checkpoint)
+
+
+def test_attention_is_kept_where_that_fits():
+    assert chosen(105).plan == Plan(boundary=Checkpoint(keep_attention=True))
+    assert "boundary = checkpoint, attention kept: plain needs 120.00 GiB" in chosen(105).reasons[2]
+    assert chosen(104).plan == Plan()
+    named = frozenset({"attention"})
+    assert choose(price, Plan(attention=Plain()), named=named, budget_bytes=145 * GIB).plan == Plan(attention=Plain())
+
+
+def test_far_memory_is_advised_where_it_helps_and_only_there():
+    def with_far(gain):
+        return lambda plan: 100 * GIB - gain * GIB * isinstance(plan.boundary, Offload)
+
+    offload = Plan(boundary=Offload(disk=GIB))
+    assert advise(with_far(0), offload, budget_bytes=None) == (
+        "boundary = offload lowers no peak here: 100.00 GiB with it, 100.00 GiB with checkpoint, since the peak lies "
+        "elsewhere; choose checkpoint",
+    )
+    assert advise(with_far(1), offload, budget_bytes=None) == ()
+    assert advise(with_far(30), Plan(), budget_bytes=None) == advise(with_far(30), Plan(), budget_bytes=100 * GIB) == ()
+    assert "would need 70.00 GiB, which fits" in advise(with_far(30), Plan(), budget_bytes=80 * GIB)[0]
+    assert "would need 70.00 GiB, still too much" in advise(with_far(30), Plan(), budget_bytes=60 * GIB)[0]
+    assert advise(with_far(30), replace(Plan(), boundary=Plain()), budget_bytes=1) == ()
 
 
 def test_reasons_name_what_plain_would_need():

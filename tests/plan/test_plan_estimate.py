@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from planish.methods import Checkpoint, Plain, Plan
+from planish.methods import Checkpoint, Offload, Plain, Plan
 from planish.plan.estimate import estimate, longest_context
 from planish.price.store import preset, table_name
 from planish.shapes import BatchShape
@@ -45,6 +45,25 @@ def test_bounding_a_peak_lowers_it():
     kept, checkpointed = (peak(Plan(boundary=each)).phases["forward"] for each in (Plain(), Checkpoint()))
     assert "boundaries" not in kept.categories
     assert checkpointed.categories["boundaries"] == 30 * 4096 * 576 * 2
+
+
+@pytest.mark.parametrize(("dtype", "context"), [("bf16", 8192), ("fp32", 8192), ("bf16", 16384)])
+def test_attention_that_is_kept_on_disk_costs_no_peak_and_on_the_device_it_does(dtype, context):
+    def at(boundary):
+        plan = Plan(boundary=boundary)
+        return estimate(table_for(plan, dtype), BatchShape(context=context), plan, master=True).peak_bytes
+
+    disk = 2**40
+    checkpointed, kept = at(Checkpoint()), at(Offload(disk=disk, keep_attention=True))
+    assert at(Offload(disk=disk)) < kept < checkpointed < at(Checkpoint(keep_attention=True))
+
+
+def test_far_memory_lowers_no_peak_that_lies_elsewhere():
+    """At 2,048 tokens the peak is in the last layers' backward, where the gradients are and few boundaries."""
+    short, long = BatchShape(context=2048), BatchShape(context=16384)
+    offload = Plan(boundary=Offload(disk=2**40))
+    assert peak(offload, short).peak_bytes >= peak(Plan(), short).peak_bytes
+    assert peak(offload, long).peak_bytes < peak(Plan(), long).peak_bytes
 
 
 def test_accumulation_holds_every_batch_and_the_gradients_in_forward():

@@ -18,8 +18,8 @@ from planish.cli.options import parse
 from planish.cli.train import read_run
 from planish.decode import encode
 from planish.errors import PlanishError, VerificationFailed
-from planish.methods import Plan
-from planish.plan.choose import Choice, choose
+from planish.methods import Plan, keeps_attention
+from planish.plan.choose import Choice, advise, choose
 from planish.plan.estimate import Estimate
 from planish.price.config import read_config
 from planish.runfile import RunFile
@@ -126,10 +126,13 @@ def _answer(options: Options, settings: list[tuple[str, Any]], say: Say) -> Answ
     def peak(plan: Plan) -> Estimate:
         return predict(with_plan(run, plan), say).estimate
 
+    def peak_bytes(plan: Plan) -> int:
+        return peak(plan).peak_bytes
+
     choice = None
     if budget_bytes is not None:
-        named = _named(options.run, settings)
-        choice = choose(lambda plan: peak(plan).peak_bytes, run.plan, named=named, budget_bytes=budget_bytes)
+        named = _named(options.run, settings, run.plan)
+        choice = choose(peak_bytes, run.plan, named=named, budget_bytes=budget_bytes)
     return Answer(
         run=run,
         prediction=prediction,
@@ -137,15 +140,16 @@ def _answer(options: Options, settings: list[tuple[str, Any]], say: Say) -> Answ
         choice=choice,
         longest=None if budget_bytes is None else context_that_fits(run, prediction, budget_bytes),
         proof=by_dry_run(run) if options.prove else None,
-        notes=_notes(run),
+        notes=(*_notes(run), *advise(peak_bytes, run.plan, budget_bytes=budget_bytes)),
     )
 
 
-def _named(path: Path | None, settings: list[tuple[str, Any]]) -> frozenset[str]:
-    """Return the peaks whose method the user has named."""
+def _named(path: Path | None, settings: list[tuple[str, Any]], plan: Plan) -> frozenset[str]:
+    """Return the peaks whose method the user has named, or whose other methods would not go with those."""
     file = None if path is None else path / "run.toml" if path.is_dir() else path
     tree = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8")).get("plan", {})
-    return frozenset(tree) | {name.split(".")[1] for name, _ in settings if name.startswith("plan.")}
+    named = frozenset(tree) | {name.split(".")[1] for name, _ in settings if name.startswith("plan.")}
+    return named | {"attention"} if keeps_attention(plan.boundary) else named
 
 
 def _notes(run: RunFile) -> tuple[str, ...]:

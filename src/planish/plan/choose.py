@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from planish.decode import method_name
-from planish.methods import Plan
+from planish.methods import Checkpoint, Offload, Packed, Plan, keeps_attention
 from planish.units import format_bytes
 
 # Packed attention saves time, a bounded head multiplies as often as a plain one, checkpointing runs each layer twice.
 _BY_TIME = ("attention", "vocab", "boundary")
+_ANY_DISK = 2**60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +43,48 @@ def choose(price: Callable[[Plan], int], bounded: Plan, *, named: frozenset[str]
         if peak_bytes <= budget_bytes:
             reasons.append(f"{peak} = plain: {format_bytes(peak_bytes)} fit without bounding it")
             continue
-        plan = replace(plan, **{peak: getattr(bounded, peak)})
-        name, before, peak_bytes = method_name(type(getattr(plan, peak))), peak_bytes, price(plan)
+        before = peak_bytes
+        for method in _methods(peak, bounded):
+            plan = replace(plan, **{peak: method})
+            peak_bytes = price(plan)
+            if peak_bytes <= budget_bytes:
+                break
+        kept = ", attention kept" if peak == "boundary" and keeps_attention(plan.boundary) else ""
         reasons.append(
-            f"{peak} = {name}: plain needs {format_bytes(before)}, {format_bytes(before - budget_bytes)} too much; "
-            f"now {format_bytes(peak_bytes)}"
+            f"{peak} = {method_name(type(getattr(plan, peak)))}{kept}: plain needs {format_bytes(before)}, "
+            f"{format_bytes(before - budget_bytes)} too much; now {format_bytes(peak_bytes)}"
         )
     return Choice(plan=plan, peak_bytes=peak_bytes, reasons=tuple(reasons))
+
+
+def advise(price: Callable[[Plan], int], plan: Plan, *, budget_bytes: int | None) -> tuple[str, ...]:
+    """Return what there is to say about far memory: that it is of no use to `plan`, or would be, or nothing.
+
+    Args:
+        price: A plan's peak in bytes.
+        plan: What is going to run.
+        budget_bytes: What may be held; None: no limit.
+    """
+    peak_bytes = price(plan)
+    match plan.boundary:
+        case Offload():
+            here_bytes = price(replace(plan, boundary=Checkpoint()))
+            if peak_bytes >= here_bytes:
+                return (
+                    f"boundary = offload lowers no peak here: {format_bytes(peak_bytes)} with it, "
+                    f"{format_bytes(here_bytes)} with checkpoint, since the peak lies elsewhere; choose checkpoint",
+                )
+        case Checkpoint() if budget_bytes is not None and peak_bytes > budget_bytes:
+            far_bytes = price(replace(plan, boundary=Offload(disk=_ANY_DISK)))
+            if far_bytes < peak_bytes:
+                fits = "which fits" if far_bytes <= budget_bytes else "still too much"
+                return (f"boundary = offload with `disk` would need {format_bytes(far_bytes)}, {fits}",)
+    return ()
+
+
+def _methods(peak: str, bounded: Plan) -> tuple[Any, ...]:
+    """Return the ways to bound a peak, those first that cost less time."""
+    method = getattr(bounded, peak)
+    if method == Checkpoint() and isinstance(bounded.attention, Packed):
+        return replace(method, keep_attention=True), method
+    return (method,)
