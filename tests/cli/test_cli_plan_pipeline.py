@@ -148,8 +148,8 @@ def test_a_schedule_for_other_ranks_is_refused(plan, tmp_path):
     actions = tmp_path / "schedule.txt"
     plan(*FOUR, "--actions", actions)
     for words, said in (
-        (["--mesh.pp", "3"], "`mesh.pp` (3) must be the 4 of the schedule in"),
-        (["--train.grad-accum", "11"], "`train.grad_accum` (11) must be the 12 of the schedule in"),
+        (["--mesh.pp", "3"], "`mesh.pp` (3) must be the 4 of the schedule."),
+        (["--train.grad-accum", "11"], "`train.grad_accum` (11) must be the 12 of the schedule."),
     ):
         code, _, err = plan(*FOUR, "--plan.pipeline.file", actions, *words)
         assert code == 2

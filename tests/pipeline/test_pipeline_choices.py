@@ -12,7 +12,6 @@ from planish.pipeline.choices import Pipeline
 from planish.pipeline.costs import Costs
 from planish.pipeline.draw import to_svg, to_text
 from planish.pipeline.layers import redistribute
-from planish.pipeline.memory import Footprint, peak_bytes
 from planish.pipeline.one_f_one_b import one_f_one_b
 from planish.pipeline.outline import outcome, outcome_of, outline, rivals
 from planish.pipeline.schedule import Schedule
@@ -101,15 +100,6 @@ def test_redistribution_is_the_best_of_all_divisions(layers, stages, head_layers
     assert found[-1] == max(each[-1] for each in every if longest(each) == longest(found))
     assert list(found[:-1]) == sorted(found[:-1])
     assert found[-2] - found[0] <= 1
-
-
-def test_peak_bytes_of_two_ranks_by_hand(unit_costs):
-    costs = unit_costs(2, 2, Head.LAST_STAGE)
-    schedule = one_f_one_b(num_ranks=2, num_microbatches=3, head=Head.LAST_STAGE, costs=costs)
-    assert [str(a) for a in schedule.ranks[1]][:6] == ["1RECV_F0", "1F0", "1RECV_F1", "1B0", "1SEND_B0", "1F1"]
-    footprint = Footprint(static=[1000, 2000], activation=[100, 70], hidden=7)
-    # Rank 0: two microbatches and a gradient just received; rank 1: one and the next one's hidden state.
-    assert peak_bytes(schedule, footprint) == (1000 + 2 * 100 + 7, 2000 + 70 + 7)
 
 
 @pytest.fixture

@@ -101,19 +101,20 @@ def _workload(run: RunFile, times: Times | None) -> Workload:
 
 
 def _read(path: Path, num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return the schedule in the file at `path`, which is that of a run of such sizes and runs to its end."""
     try:
         schedule = Schedule.from_text(path.read_text(encoding="utf-8"))
+        for name, given, found in (
+            ("mesh.pp", num_ranks, schedule.num_ranks),
+            ("train.grad_accum", num_microbatches, schedule.num_microbatches),
+        ):
+            if given != found:
+                raise UsageError(f"`{name}` ({given}) must be the {found} of the schedule.")
         validate(schedule)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"`plan.pipeline.file` {path} cannot be read: {error}") from error
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
-    for name, given, found in (
-        ("mesh.pp", num_ranks, schedule.num_ranks),
-        ("train.grad_accum", num_microbatches, schedule.num_microbatches),
-    ):
-        if given != found:
-            raise UsageError(f"`{name}` ({given}) must be the {found} of the schedule in {path}.")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"`plan.pipeline.file` {path} cannot be read: {error}") from error
     return schedule
 
 

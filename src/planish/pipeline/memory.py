@@ -13,7 +13,7 @@ from planish.pipeline.schedule import Schedule
 
 
 class Buffer(StrEnum):
-    """What a rank holds for one microbatch; all but the first two are the size of a hidden state [T, D]."""
+    """What a rank holds for one microbatch; all but activation and softmax are the size of a hidden state [T, D]."""
 
     ACTIVATION = "activation"  # what a stage keeps from its forward to the end of its backward
     SOFTMAX = "softmax"  # the head's own shard, from S to T; nothing where T computes it again
@@ -21,6 +21,7 @@ class Buffer(StrEnum):
     HEAD_GRAD = "head-grad"  # its gradient, partial until the barrier, then whole on the last stage's rank
     EMBEDDING = "embedding"  # rows of the embedding, partial until CIF, then whole on the first stage's rank
     EMBEDDING_GRAD = "embedding-grad"  # their gradient, from the first stage's backward to IB
+    RESULT = "result"  # a hidden state, or its gradient, from the pass that made it to its send or its use on the rank
     RECEIVED = "received"  # a hidden state, or its gradient, between its receive and the pass that uses it
 
 
@@ -90,57 +91,70 @@ def _changes(schedule: Schedule, rank: int) -> Iterator[tuple[Buffer, int, int]]
 
 def _lifetimes(schedule: Schedule, action: Action) -> tuple[list[Buffer], list[Buffer]]:
     """Return what `action` brings to life and what it ends."""
-    if action.kind in (Kind.F, Kind.B, Kind.I, Kind.W):
-        return _lifetimes_of_stage(schedule, action)
-    if action.kind in (Kind.RECV_F, Kind.RECV_B):
-        return [Buffer.RECEIVED], []
-    return _lifetimes_of_vocabulary(schedule, action)
+    match action.kind:
+        case Kind.F | Kind.B | Kind.I | Kind.W:
+            return _lifetimes_of_stage(schedule, action)
+        case Kind.SEND_F | Kind.SEND_B:
+            return [], [Buffer.RESULT]
+        case Kind.RECV_F | Kind.RECV_B:
+            return [Buffer.RECEIVED], []
+        case Kind.IF | Kind.CIF | Kind.CIB | Kind.IB:
+            return _lifetimes_of_embedding(schedule, action)
+        case _:
+            return _lifetimes_of_head(schedule, action)
 
 
 def _lifetimes_of_stage(schedule: Schedule, action: Action) -> tuple[list[Buffer], list[Buffer]]:
-    forward, backward = action.kind is Kind.F, action.kind is schedule.backward
-    begins, ends = [], []
-    if forward:
-        begins.append(Buffer.ACTIVATION)
-    if action.kind is schedule.release:
-        ends.append(Buffer.ACTIVATION)
-    edge = 0 if forward else schedule.num_stages - 1
-    if (forward or backward) and action.stage != edge:
-        neighbour = action.stage + (-1 if forward else 1)
-        if schedule.stage_ranks[neighbour] != schedule.rank_of(action):
-            ends.append(Buffer.RECEIVED)
-    if schedule.head.shared:
-        if forward and action.stage == 0:
-            ends.append(Buffer.EMBEDDING)
-        if backward and action.stage == schedule.num_stages - 1:
-            ends.append(Buffer.HEAD_GRAD)
-        if backward and action.stage == 0:
-            begins.append(Buffer.EMBEDDING_GRAD)
+    begins = [Buffer.ACTIVATION] if action.kind is Kind.F else []
+    ends = [Buffer.ACTIVATION] if action.kind is schedule.release else []
+    if action.kind is Kind.F:
+        before, after = action.stage - 1, action.stage + 1
+        from_vocabulary, to_vocabulary = Buffer.EMBEDDING, Buffer.RESULT
+    elif action.kind is schedule.backward:
+        before, after = action.stage + 1, action.stage - 1
+        from_vocabulary, to_vocabulary = Buffer.HEAD_GRAD, Buffer.EMBEDDING_GRAD
+    else:
+        return begins, ends
+    if 0 <= before < schedule.num_stages:
+        near = schedule.stage_ranks[before] == schedule.rank_of(action)
+        ends.append(Buffer.RESULT if near else Buffer.RECEIVED)
+    elif schedule.head.shared:
+        ends.append(from_vocabulary)
+    if 0 <= after < schedule.num_stages:
+        begins.append(Buffer.RESULT)
+    elif schedule.head.shared:
+        begins.append(to_vocabulary)
     return begins, ends
 
 
-def _lifetimes_of_vocabulary(schedule: Schedule, action: Action) -> tuple[list[Buffer], list[Buffer]]:
+def _lifetimes_of_embedding(schedule: Schedule, action: Action) -> tuple[list[Buffer], list[Buffer]]:
+    """Return what comes and goes of the embedding; the first stage's passes end its rows and begin their gradient."""
     owns_first = action.stage == schedule.stage_ranks[0]
+    match action.kind:
+        case Kind.IF:
+            return [Buffer.EMBEDDING], []
+        case Kind.CIF:
+            return [], [] if owns_first else [Buffer.EMBEDDING]
+        case Kind.CIB:
+            return [] if owns_first else [Buffer.EMBEDDING_GRAD], []
+        case _:
+            return [], [Buffer.EMBEDDING_GRAD]
+
+
+def _lifetimes_of_head(schedule: Schedule, action: Action) -> tuple[list[Buffer], list[Buffer]]:
     owns_last = action.stage == schedule.stage_ranks[-1]
-    gradient_from = Kind.S if schedule.head is Head.VOCAB_2 else Kind.T
     begins, ends = [], []
     match action.kind:
         case Kind.C0:
             begins.append(Buffer.HIDDEN)
+            if owns_last:
+                ends.append(Buffer.RESULT)
         case Kind.S:
             begins.append(Buffer.SOFTMAX)
         case Kind.T:
             ends += [Buffer.SOFTMAX, Buffer.HIDDEN]
-        case Kind.IF:
-            begins.append(Buffer.EMBEDDING)
-        case Kind.CIF if not owns_first:
-            ends.append(Buffer.EMBEDDING)
-        case Kind.CIB if not owns_first:
-            begins.append(Buffer.EMBEDDING_GRAD)
-        case Kind.IB:
-            ends.append(Buffer.EMBEDDING_GRAD)
-    if action.kind is gradient_from:
+    if action.kind is (Kind.S if schedule.head is Head.VOCAB_2 else Kind.T):
         begins.append(Buffer.HEAD_GRAD)
-    if schedule.head.shared and action.kind is schedule.head.chain[-1] and not owns_last:
+    if action.kind is schedule.head.chain[-1] and not owns_last:
         ends.append(Buffer.HEAD_GRAD)
     return begins, ends
