@@ -27,8 +27,8 @@ def all_schedules(p, m, unit_costs, ratio=1.0):
         yield interleaved(num_ranks=p, num_microbatches=m, num_chunks=3, costs=costs)
 
 
-@pytest.mark.parametrize("p", range(1, 9))
-@pytest.mark.parametrize("m", [1, 2, 7, 16])
+@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("m", [1, 7, 16])
 def test_every_generator_makes_schedules_that_run(p, m, unit_costs):
     for schedule in all_schedules(p, m, unit_costs):
         validate(schedule)

@@ -81,8 +81,12 @@ def test_a_tied_weight_gets_the_gradients_of_both_its_uses(num_shards, barriers)
     )
     (wanted,) = torch.autograd.grad(losses.sum() / 14, weight)
 
-    shards = shards_of(weight.detach(), num_shards)
-    gradients = [torch.zeros_like(shard.weight) for shard in shards]
+    owned = [torch.nn.Parameter(weight.detach()[each]) for each in shard_ranges(vocab, num_shards)]
+    for each in owned:
+        each.grad = torch.zeros_like(each)
+    starts = [each.start for each in shard_ranges(vocab, num_shards)]
+    shards = [Shard(weight=w, start=start, vocab_size=vocab) for w, start in zip(owned, starts, strict=True)]
+    gradients = [each.grad for each in owned]
     looked_up = [embed(shard, ids) for shard in shards]
     embedded = sum(rows.dense(18) for rows in looked_up).view(2, 9, width).requires_grad_()
     hidden = torch.tanh(embedded @ layer)

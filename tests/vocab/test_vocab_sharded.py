@@ -102,7 +102,7 @@ def draw_tensors(problem, width=6, dtype=torch.float64):
 
 @SMALLEST_TILE
 @pytest.mark.parametrize("barriers", [1, 2])
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=80)
 @given(problem=problems())
 def test_loss_and_gradients_equal_full_logits(barriers, problem):
     hidden, weight, bias, target = draw_tensors(problem)
@@ -127,7 +127,7 @@ def test_loss_and_gradients_equal_full_logits(barriers, problem):
 
 
 @SMALLEST_TILE
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(problem=problems())
 def test_one_barrier_equals_two(problem):
     hidden, weight, bias, target = draw_tensors(problem)
@@ -157,12 +157,12 @@ class ShardedLoss(torch.autograd.Function):
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_gradcheck(barriers, softcap):
     torch.manual_seed(0)
-    hidden, weight, bias = (torch.randn(*n, dtype=torch.float64, requires_grad=True) for n in ((5, 4), (11, 4), (11,)))
+    hidden, weight, bias = (torch.randn(*n, dtype=torch.float64, requires_grad=True) for n in ((4, 3), (7, 3), (7,)))
     settings = {"barriers": barriers, "softcap": softcap, "logit_scale": 0.7}
     settings["objective"] = Objective(label_smoothing=0.2, z_loss=0.1)
-    target = torch.tensor([3, -100, 10, 0, 6])
+    target = torch.tensor([3, -100, 6, 0])
     assert torch.autograd.gradcheck(
-        lambda *x: ShardedLoss.apply(*x, target, [0, 4, 4, 9], settings), (hidden, weight, bias)
+        lambda *x: ShardedLoss.apply(*x, target, [0, 3, 3, 5], settings), (hidden, weight, bias)
     )
 
 
@@ -200,7 +200,7 @@ def test_logits_of_ten_thousand_do_not_overflow(barriers):
 
 
 @SMALLEST_TILE
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(problem=problems(), dtype=st.sampled_from([torch.float64, torch.float32]))
 def test_without_labels_the_shards_agree_on_the_most_likely_class(problem, dtype):
     hidden, weight, bias, _ = draw_tensors(problem)
