@@ -323,7 +323,7 @@ TILE_BYTES = 2**20
         (torch.bfloat16, torch.float32),
     ],
 )
-@pytest.mark.parametrize(("tokens", "rows", "width", "ignored"), [(300, 5000, 32, True), (40, 700, 16, False)])
+@pytest.mark.parametrize(("tokens", "rows", "width", "ignored"), [(300, 2400, 32, True), (40, 700, 16, False)])
 def test_every_pass_peaks_at_its_price(tokens, rows, width, dtype, grad_dtype, extra, loss, ignored, product):
     torch.manual_seed(0)
     hidden, weight = torch.randn(tokens, width).to(dtype), torch.randn(rows, width).to(dtype)
