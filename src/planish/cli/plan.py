@@ -17,7 +17,7 @@ from planish.cli import pipeline
 from planish.cli.options import parse
 from planish.cli.train import read_run
 from planish.decode import encode
-from planish.errors import PlanishError, VerificationFailed
+from planish.errors import PlanishError, UsageError, VerificationFailed
 from planish.methods import Plan, keeps_attention
 from planish.plan.choose import Choice, advise, choose
 from planish.plan.estimate import Estimate
