@@ -21,7 +21,7 @@ from planish.train.predict import config_tree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mesh:
-    """The table `[mesh]`: ranks of the pipeline."""
+    """What a pipeline adds to the table `[mesh]`: its ranks, each of them a world of the other axes."""
 
     pp: Count
 
@@ -50,7 +50,8 @@ def answer(path: Path | None, settings: list[tuple[str, Any]]) -> Answer:
     """
     file = path / "run.toml" if path is not None and path.is_dir() else path
     tree = load_tree(file, [("data.train", "builtin:english"), *settings] if file is None else settings)
-    mesh = decode(_Mesh, _take(tree, "mesh", {}), "mesh")
+    pp = _take(tree.get("mesh"), "pp", None)
+    mesh = decode(_Mesh, {} if pp is None else {"pp": pp}, "mesh")
     table = _take(tree.get("plan"), "pipeline", {})
     table = {"method": table} if isinstance(table, str) else table
     times = _take(table, "times", None)
