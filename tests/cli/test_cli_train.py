@@ -54,6 +54,19 @@ def test_a_run_leaves_what_the_contract_names(train, tmp_path, text_file, family
     assert {param.dtype for param in model.parameters()} == {torch.float32 if dtype == "fp32" else torch.bfloat16}
 
 
+def test_an_upcycled_mixture_trains_with_pipelined_experts(train, tmp_path):
+    """Its price is refused or not before it begins, its routing is in the metrics, and what it leaves opens."""
+    moe = ["--model.moe.experts", 4, "--model.moe.top_k", 2, "--plan.dispatch", "pipelined"]
+    assert train(*moe, "--memory.budget", "1MiB")[0] == 3
+    assert train(*moe, "--memory.budget", "100MiB") == (0, "")
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert all(1.0 <= line["moe/max_over_mean"] <= 2.0 for line in metrics)
+    assert {(line["moe/spilled_rows"], line["moe/blocks"]) for line in metrics} == {(0, 1)}
+    assert "pipelined" in (tmp_path / "run" / "plan.toml").read_text()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step-00000003")
+    assert model.config.num_local_experts == 4
+
+
 def test_accumulation_is_normalised_by_all_valid_tokens(train, tmp_path, model_folder):
     """Two rows at once, and one after the other, are the same step up to the order of summation."""
     folder = model_folder()

@@ -41,7 +41,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_are_the_price(draw_layer, monkeypatch, case, block_rows, narrow_products):
     if narrow_products:
-        monkeypatch.setattr(pipelined, "product_dtype", lambda given, _device: given)
+        monkeypatch.setattr(pipelined, "product_dtype", lambda given: given)
     layer = draw_layer(200, 6, 3, **{"dtype": FP32, "hidden_size": 16, "width": 24} | CASES[case])
     forward, kept, backward = measure(layer, tile_rows=20, block_rows=block_rows)
     sizes = sizes_of(layer.hidden, layer.ids, layer.scores, layer.weights, layer.gate)

@@ -20,7 +20,8 @@ FP32, BF16, PURE = (("model.dtype", dtype) for dtype in ("fp32", "bf16", "bf16-p
 KEPT = ("plan.boundary", "plain")
 PLAIN_HEAD, RECOMPUTE = ("plan.vocab", "plain"), ("plan.vocab.strategy", "recompute")
 IN_FORWARD = ("plan.vocab.strategy", "gradients-in-forward")
-BATCHED = ("plan.dispatch", "batched")
+BATCHED, PIPELINED = (("plan.dispatch", dispatch) for dispatch in ("batched", "pipelined"))
+SMALL_BLOCKS = [PIPELINED, ("plan.dispatch.tile_bytes", 5000), ("plan.dispatch.block_rows", 50)]
 ROWS = [("train.global_tokens", 2 * 3 * 64), ("train.grad_accum", 3)]
 RESET = ("plan.optim.refresh", "reset")
 CASES = {
@@ -29,6 +30,8 @@ CASES = {
     "pure, rows, accumulation": ("qwen3", [PURE, RECOMPUTE, *ROWS], DEEP),
     "experts grouped": ("qwen3-moe", [BF16, IN_FORWARD], MIXED),
     "windows and softcap": ("gemma2", [BF16, ("train.global_tokens", 128)], DEEP),
+    "experts pipelined": ("qwen3-moe", [FP32, PIPELINED], DEEP),
+    "experts pipelined in blocks": ("qwen3-moe", [BF16, *SMALL_BLOCKS, KEPT, *ROWS], MIXED),
 }
 APOLLO = {
     "mini": ("llama", [BF16, KEPT, ("plan.optim", "apollo")], UNTIED | DEEP),
@@ -44,6 +47,9 @@ MORE = {
     "windows and softcap, plain head": ("gemma2", [FP32, KEPT, PLAIN_HEAD], DEEP),
     "scaled logits": ("granite", [BF16, PLAIN_HEAD], {}),
     "nothing bounded": ("llama", [BF16, KEPT, PLAIN_HEAD, ("plan.attention", "plain")], {}),
+    "experts with biases": ("gpt-oss", [BF16, PIPELINED], DEEP),
+    "shared experts": ("qwen2-moe", [FP32, PIPELINED, KEPT], DEEP),
+    "sigmoid routing": ("deepseek-v3", [BF16, PIPELINED], DEEP),
     "one layer": ("llama", [FP32], {"num_hidden_layers": 1}),
     "two layers": ("cohere", [BF16], {"num_hidden_layers": 2}),
 }

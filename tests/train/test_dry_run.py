@@ -29,6 +29,11 @@ CASES = {
     "rows": ("qwen3", [("train.global_tokens", 128), ("train.grad_accum", 2), ("model.dtype", "bf16")]),
     "windows and softcap": ("gemma2", []),
     "windows and softcap bf16": ("gemma2", [("model.dtype", "bf16"), ("plan.boundary", "plain")]),
+    "experts pipelined fp32": ("qwen3-moe", [("plan.dispatch", "pipelined")]),
+    "experts pipelined bf16": (
+        "qwen3-moe",
+        [("plan.dispatch", "pipelined"), ("plan.dispatch.block_rows", 40), ("model.dtype", "bf16")],
+    ),
     "experts fp32": ("qwen3-moe", [("plan.dispatch", "batched")]),
     "experts bf16": ("qwen3-moe", [("model.dtype", "bf16"), ("plan.boundary", "plain")]),
     "scaled logits": ("granite", [("train.clip", 0)]),

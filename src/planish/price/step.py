@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planish.methods import Boundary, Offload, Plan, keeps_attention
+from planish.methods import Boundary, Dispatch, Offload, Pipelined, Plan, keeps_attention
 from planish.price import attention, state
 from planish.price.boundary import Boundaries, Depth, kept_bytes
+from planish.price.dispatch import experts_bytes, tile_rows
 from planish.price.head import HeadBytes
 from planish.price.table import LayerTable, Leg, Lines, Part, Pass
 from planish.shapes import BatchShape
@@ -58,7 +59,7 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
     depth = _Depth.of(plan.boundary, table, batch)
     if depth.boundaries is not None:
         base["staging"] = _RING_BYTES
-    walk = _Walk(table=table, batch=batch, head=head, depth=depth, live=base)
+    walk = _Walk(table=table, batch=batch, head=head, depth=depth, dispatch=plan.dispatch, live=base)
     walk.add({"other": batch.microbatches * state.batch_bytes(batch.tokens)})
     yield walk.moment("init", None, "taking the batch")
     yield from walk.through(table.first)
@@ -131,6 +132,7 @@ class _Walk:
     batch: BatchShape
     head: HeadBytes
     depth: _Depth
+    dispatch: Dispatch
     live: Sizes
 
     def add(self, sizes: Sizes) -> None:
@@ -168,6 +170,8 @@ class _Walk:
         match leg.then:
             case "attention" | "attention backward":
                 yield from self._attention(leg, layer or 0, part)
+            case "experts" | "experts backward":
+                yield self._experts(leg, layer or 0)
             case "head":
                 added = head.forward if trained else head.evaluation
                 yield self.moment(leg.phase, None, "the head", {"head tiles": added})
@@ -186,6 +190,16 @@ class _Walk:
         yield self.moment(leg.phase, layer, leg.then, {"layer working set": added})
         if leg.then == "attention" and part is not None:
             self.add({"boundaries": -kept if part == "backward" else kept})
+
+    def _experts(self, leg: Leg, layer: int) -> Moment:
+        experts, method = self.table.experts[self.table.layers[layer]], self.dispatch
+        assert isinstance(method, Pipelined)
+        assert experts is not None
+        tokens = self.batch.tokens
+        rows = tile_rows(experts, method.tile_bytes)
+        added = experts_bytes(experts, tokens, tile_rows=rows, block_rows=method.block_rows or tokens)
+        nbytes = added.forward if leg.then == "experts" else added.backward
+        return self.moment(leg.phase, layer, leg.then, {"layer working set": nbytes})
 
     def _at(self, lines: Lines) -> Sizes:
         return {name: line.at(self.batch) for name, line in lines.items()}

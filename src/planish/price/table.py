@@ -11,9 +11,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Self
 
 from planish.decode import decode, encode
+from planish.price.dispatch import Experts
 from planish.shapes import AttentionShape, BatchShape, HeadShape, TensorShape
 
-Marker = Literal["", "attention", "attention backward", "head", "head backward"]
+Marker = Literal["", "attention", "attention backward", "experts", "experts backward", "head", "head backward"]
 
 
 class Line(NamedTuple):
@@ -105,6 +106,7 @@ class LayerTable:
         head: The vocabulary projection.
         layers: The kind of each layer, in forward order; the first and the last are kinds of their own.
         attention: What attention is given in each kind; None where its bytes are in the legs.
+        experts: What experts each kind has; None where it has none, or their bytes are in the legs.
         first: The first microbatch of a step, which makes the gradients.
         later: Each further one, which adds to them.
         evaluation: One without gradients.
@@ -116,6 +118,7 @@ class LayerTable:
     head: HeadShape
     layers: tuple[int, ...]
     attention: tuple[AttentionShape | None, ...]
+    experts: tuple[Experts | None, ...]
     first: Pass
     later: Pass
     evaluation: Pass
@@ -144,6 +147,11 @@ class LayerTable:
             "head": encode(self.head),
             "layers": list(self.layers),
             "attention": [None if each is None else encode(each) for each in self.attention],
+            **(
+                {"experts": [None if each is None else encode(each) for each in self.experts]}
+                if any(self.experts)
+                else {}
+            ),
             "legs": rows,
             **passes,
         }
@@ -169,6 +177,10 @@ class LayerTable:
             head=decode(HeadShape, tree["head"]),
             layers=tuple(tree["layers"]),
             attention=tuple(None if each is None else decode(AttentionShape, each) for each in tree["attention"]),
+            experts=tuple(
+                None if each is None else decode(Experts, each)
+                for each in tree.get("experts", [None] * len(tree["attention"]))
+            ),
             first=read("first"),
             later=read("later"),
             evaluation=read("evaluation"),

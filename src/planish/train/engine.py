@@ -17,6 +17,7 @@ from planish.models.head import HeadLoss, head_loss
 from planish.models.install import install
 from planish.peaks.activation.keep import Keeper
 from planish.train.facts import Facts
+from planish.train.routing import Routing
 from planish.train.spread import Spread
 
 
@@ -32,6 +33,7 @@ class Engine:
         ledger: Counts every byte.
         facts: Reads numbers out of tensors.
         keepers: What keeps the activations of each feed-forward network that packs them.
+        routing: What the routers did, where experts are pipelined.
         world: The ranks that train together.
         spread: What the other ranks take part in; None where there is one rank.
     """
@@ -43,6 +45,7 @@ class Engine:
     ledger: Ledger
     facts: Facts
     keepers: Mapping[str, Keeper]
+    routing: Routing
     world: World = ALONE
     spread: Spread | None = None
 
@@ -113,13 +116,13 @@ def build_engine(
         model = load().train()
         anatomy = find(model)
         spread = None if world.size == 1 else Spread(anatomy, world)
-        names = list(anatomy.layers)
+        names, routing = list(anatomy.layers), Routing()
 
         def restored(index: int, tensor: Tensor) -> None:
             ledger.adopt(tensor, "boundaries", owner=names[index])
 
         with ledger.category("staging"):
-            installed = install(model, plan, tokens=tokens, label=restored, dry=dry)
+            installed = install(model, plan, tokens=tokens, label=restored, seen=routing.see, dry=dry)
             scope.callback(installed.undo)
         scope.enter_context(ledger.watch(model, head=anatomy.head))
         _label_boundaries(anatomy, ledger, scope)
@@ -131,6 +134,7 @@ def build_engine(
         ledger=ledger,
         facts=facts,
         keepers=installed.keepers,
+        routing=routing,
         world=world,
         spread=spread,
     )

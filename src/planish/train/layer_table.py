@@ -62,6 +62,7 @@ def fit_table(config: PretrainedConfig, section: ModelSection, plan: Plan, *, ro
         head=_head_shape(find(whole)),
         layers=_kinds(signatures, num_traced),
         attention=tuple(traces[0].attention.get(index) for index in range(num_traced)),
+        experts=tuple(traces[0].experts.get(index) for index in range(num_traced)),
         first=first,
         later=later,
         evaluation=evaluation,

@@ -14,12 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PretrainedConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from planish.data.batch import Batch
 from planish.memory.book import Book, Category, Phase, Record
 from planish.memory.ledger import Ledger
-from planish.methods import Plan
+from planish.methods import Pipelined, Plan
+from planish.models.experts import find_experts, gate_of, weights_of
 from planish.models.load import draw_model
+from planish.peaks.dispatch.pipelined import sizes_of
+from planish.price.dispatch import Experts
 from planish.runfile import DataSection, ModelSection, RunFile, TrainSection
 from planish.shapes import AttentionShape, BatchShape
 from planish.train.dry_run import Replay
@@ -95,6 +99,7 @@ class Trace:
         events: See `Journal.events`.
         notes: What began when.
         attention: What attention was given in each layer; none where it is transformers' own.
+        experts: What experts were given in each layer; none where there are none or they are transformers' own.
         save_bytes: The most that publishing the weights of one layer adds.
     """
 
@@ -102,6 +107,7 @@ class Trace:
     events: list[tuple[int, bool, int]]
     notes: list[Note]
     attention: dict[int, AttentionShape]
+    experts: dict[int, Experts]
     save_bytes: int
 
 
@@ -130,6 +136,25 @@ class AttentionStandIn(torch.autograd.Function):
         width = max(query.shape[-1], value.shape[-1])
         grads = (each.new_empty(*each.shape[:-1], width)[..., : each.shape[-1]] for each in (query, key, value))
         return *grads, None if sinks is None else torch.empty_like(sinks), None
+
+
+class ExpertsStandIn(torch.autograd.Function):
+    """Stands in for `peaks.dispatch.pipelined`: the same result and saved tensors, nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, note: Callable[[str], None], *operands: Tensor | None) -> Tensor:
+        """Return an empty output; keep what the real one keeps."""
+        note("experts")
+        ctx.note = note
+        ctx.save_for_backward(ids, *operands)
+        return torch.empty_like(operands[0])
+
+    @staticmethod
+    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return empty gradients."""
+        _ids, *saved = ctx.saved_tensors
+        ctx.note("experts backward")
+        return None, None, *(None if each is None else torch.empty_like(each) for each in saved)
 
 
 class HeadStandIn(torch.autograd.Function):
@@ -177,6 +202,7 @@ def trace(config: PretrainedConfig, section: ModelSection, plan: Plan, shape: Ba
         )
         _note_places(engine, journal)
         attention = _replace_attention(engine, journal) if engine.packed else {}
+        experts = _replace_experts(engine, journal) if isinstance(plan.dispatch, Pipelined) else {}
         engine = replace(engine, head=_head(engine, journal))
         feed = Replay([full_batch(shape), full_batch(shape), full_batch(shape)], mode)
         job = Job(
@@ -195,6 +221,7 @@ def trace(config: PretrainedConfig, section: ModelSection, plan: Plan, shape: Ba
             events=journal.events(),
             notes=list(journal.notes),
             attention=attention,
+            experts=experts,
         )
 
 
@@ -271,6 +298,27 @@ def _replace_attention(engine: Engine, journal: Journal) -> dict[int, AttentionS
 
     AttentionInterface.register(_NAME, attend)
     engine.anatomy.model.set_attn_implementation(_NAME)
+    return seen
+
+
+def _replace_experts(engine: Engine, journal: Journal) -> dict[int, Experts]:
+    """Put the stand-in in the place of pipelined experts; return what it is given in each layer, once it has run."""
+    anatomy, seen = engine.anatomy, {}
+    layers = list(anatomy.layers)
+    found = find_experts(anatomy.model, anatomy.layers).modules
+    number = {
+        each: next(i for i, name in enumerate(layers) if path.startswith(f"{name}.")) for path, each in found.items()
+    }
+
+    def run(experts: nn.Module, hidden: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+        weights = weights_of(experts)
+        seen[number[experts]] = sizes_of(hidden, ids, scores, weights, gate_of(experts))
+        held = (weights.up, weights.down, weights.up_bias, weights.down_bias)
+        return ExpertsStandIn.apply(ids, lambda marker: journal.note("marker", marker), hidden, scores, *held)
+
+    if found:
+        ALL_EXPERTS_FUNCTIONS.register(_NAME, run)
+        anatomy.model.set_experts_implementation(_NAME)
     return seen
 
 

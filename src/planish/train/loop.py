@@ -30,6 +30,7 @@ class StepReport:
     num_valid: int
     step_s: float
     memory: StepMemory
+    routing: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ def train_step(job: Job, step: int) -> StepReport:
     ledger = engine.ledger
     in_backward = isinstance(job.run.plan.optim, Apollo) and job.run.plan.optim.in_backward
     ledger.start_step(step)
+    engine.routing.take()
     lr = learning_rate(settings, step)
     for group in job.optimizer.param_groups:
         group["lr"] = lr
@@ -106,6 +108,7 @@ def train_step(job: Job, step: int) -> StepReport:
         num_valid=num_valid,
         step_s=time.perf_counter() - started,
         memory=ledger.end_step(),
+        routing=engine.routing.take(),
     )
 
 

@@ -190,6 +190,7 @@ class _Records:
                 "tokens_per_s": round(report.num_tokens / report.step_s, 1),
                 "memory/peak_bytes": self._world.max(peak_bytes),
                 "memory/vm_hwm_bytes": self._world.max(reading.resident_peak_bytes),
+                **report.routing,
             }
         )
         self.memory_line()

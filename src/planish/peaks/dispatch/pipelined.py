@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from planish.peaks.dispatch.experts import Buffers, Desk, Rows, Sums, Weights
 from planish.peaks.dispatch.gates import Gate, columns
 from planish.price.dispatch import Experts, backward_buffers, forward_buffers
+from planish.price.processor import product_dtype
 
 Read = Callable[[Tensor], list[int]]
 """Reads where each expert's routes end, an integer each."""
@@ -75,18 +76,18 @@ def pipelined_experts(hidden: Tensor, ids: Tensor, scores: Tensor, weights: Weig
     return _Pipelined.apply(ids, weights.transposed, options, hidden, scores, *held)
 
 
-def product_dtype(given: torch.dtype, device: torch.device) -> torch.dtype:
+def products_in(given: torch.dtype, device: torch.device) -> torch.dtype:
     """Return in which dtype products are made; see the note on products in `experts`."""
-    if device.type != "cpu" or given.itemsize >= 4 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if device.type != "cpu":
         return given
-    return torch.float32
+    return getattr(torch, product_dtype(str(given).removeprefix("torch.")))
 
 
 class _Pipelined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, transposed: bool, options: Options, *operands: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*operands)
-        ctx.ids, ctx.transposed, ctx.options = ids, transposed, options
+        ctx.save_for_backward(ids, *operands)
+        ctx.transposed, ctx.options = transposed, options
         hidden, scores, up, down, up_bias, down_bias = operands
         weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=transposed)
         sizes = sizes_of(hidden, ids, scores, weights, options.gate)
@@ -108,8 +109,8 @@ class _Pipelined(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, scores, up, down, up_bias, down_bias = ctx.saved_tensors
-        options, ids = ctx.options, ctx.ids
+        ids, hidden, scores, up, down, up_bias, down_bias = ctx.saved_tensors
+        options = ctx.options
         need_hidden, need_scores, *wanted = ctx.needs_input_grad[3:]
         weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=ctx.transposed)
         sizes = sizes_of(hidden, ids, scores, weights, options.gate)
@@ -151,7 +152,7 @@ def sizes_of(hidden: Tensor, ids: Tensor, scores: Tensor, weights: Weights, gate
         num_experts=weights.num_experts,
         top_k=ids.shape[1],
         itemsize=hidden.itemsize,
-        product_itemsize=product_dtype(hidden.dtype, hidden.device).itemsize,
+        product_itemsize=products_in(hidden.dtype, hidden.device).itemsize,
         score_itemsize=scores.itemsize,
         biased=weights.up_bias is not None,
         transposed=weights.transposed,
@@ -182,7 +183,7 @@ def _total(result: Tensor, buffers: Buffers) -> Tensor:
 def _allocate(listed: dict[str, tuple[tuple[int, ...], str]], hidden: Tensor, scores: Tensor) -> Buffers:
     dtypes = {
         "given": hidden.dtype,
-        "product": product_dtype(hidden.dtype, hidden.device),
+        "product": products_in(hidden.dtype, hidden.device),
         "wide": torch.promote_types(hidden.dtype, torch.float32),
         "score": scores.dtype,
     }

@@ -20,8 +20,9 @@ Checkpoint = Callable[..., Any]
 def replayed(checkpoint: Checkpoint) -> Checkpoint:
     """Return `checkpoint` for layers with a router, of torch's reentrant kind or the other, or anybody's own.
 
-    Memory:        the indices of each top-k, 8 bytes each, from forward to backward.
-    Exactness:     gradients are those of the routing in forward, whatever the router says when it is asked again.
+    Memory:        the indices of each top-k, 8 bytes each, until the layer runs again.
+    Exactness:     gradients are those of the routing in forward, whatever the router says when it is asked again; a
+                   second backward through a retained graph routes anew.
     """
 
     def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -31,7 +32,7 @@ def replayed(checkpoint: Checkpoint) -> Checkpoint:
 
 
 class _Replayed:
-    """A function whose every top-k finds what it found when it was first called."""
+    """A function whose every top-k finds in the second call what it found in the first."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -42,7 +43,8 @@ class _Replayed:
             self._chosen = []
             choices = _Choices(keep=self._chosen, again=[])
         else:
-            choices = _Choices(keep=[], again=list(self._chosen))
+            choices = _Choices(keep=[], again=self._chosen)
+            self._chosen = None
         with choices:
             return self._function(*args, **kwargs)
 
