@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn import LinearCrossEntropyOptions
 
 from harness import Times, interleave, write_result
+from planish.peaks.vocab.inputs import compute_dtype
 from planish.peaks.vocab.losses import linear_cross_entropy
 from planish.peaks.vocab.plain import plain_cross_entropy
-from planish.price.vocab import Head, choose_tiling
+from planish.price.vocab import Head, Tiling, choose_tiling
 
 SIZES = {
     "2048x512x32768": (2048, 512, 32768),
@@ -30,7 +31,8 @@ SIZES = {
     "4096x2304x256000": (4096, 2304, 256000),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-TILE_BYTES = 2**26
+TILE_BYTES = 62 * 2**20
+"""With what is kept of each token and what the library holds inside one product, 64 MiB."""
 FULL_LOGITS_BYTES = 2**32
 SEED = 0
 
@@ -64,10 +66,29 @@ class Operands:
 
         return run
 
+    def tiling(self, strategy: str) -> Tiling:
+        """Return the tiling that the head chooses."""
+        dtypes = self.hidden.dtype, self.weight.dtype, compute_dtype(self.hidden, self.weight, logits_dtype="auto")
+        hidden, weight, compute = (str(each).removeprefix("torch.") for each in dtypes)
+        head = Head(
+            tokens=len(self.hidden),
+            hidden_size=self.hidden.shape[1],
+            vocab_size=len(self.weight),
+            hidden_dtype=hidden,
+            weight_dtype=weight,
+            compute_dtype=compute,
+            wanted=frozenset({"lse"}),
+        )
+        return choose_tiling(head, tile_bytes=TILE_BYTES, strategy=strategy)
+
     def products(self) -> dict[str, Callable[[], object]]:
-        """Return three and four products over the valid tokens: logits (once or twice) and both gradients."""
-        hidden = self.hidden.detach()[self.target != -100]
-        weight = self.weight.detach()
+        """Return three and four products over the valid tokens: logits (once or twice) and both gradients.
+
+        In the dtype in which the head multiplies: bf16 in float32 on a CPU without instructions for it.
+        """
+        compute = compute_dtype(self.hidden, self.weight, logits_dtype="auto")
+        hidden = self.hidden.detach()[self.target != -100].to(compute)
+        weight = self.weight.detach().to(compute)
         logits = torch.zeros(len(hidden), len(weight), dtype=weight.dtype)
         d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
 
@@ -150,11 +171,8 @@ def rivals(*, with_full_logits: bool, with_reference: bool) -> dict[str, Loss]:
 def measure(size: str, dtype: str, options: argparse.Namespace) -> dict[str, Times | str]:
     """Return the times of every variant at one size, and which strategy "auto" is."""
     tokens, width, vocab = SIZES[size]
+    tokens = options.tokens or tokens
     operands = Operands.draw(tokens, width, vocab, DTYPES[dtype])
-    head = Head(
-        tokens=tokens, hidden_size=width, vocab_size=vocab, hidden_dtype=dtype, weight_dtype=dtype, compute_dtype=dtype
-    )
-    chosen = choose_tiling(head, tile_bytes=TILE_BYTES)
     variants = operands.products()
     variants |= {strategy: operands.step(ours(strategy)) for strategy in ("gradients-in-forward", "recompute")}
     variants |= {
@@ -164,7 +182,8 @@ def measure(size: str, dtype: str, options: argparse.Namespace) -> dict[str, Tim
         ).items()
     }
     wanted = {name: run for name, run in variants.items() if not options.only or name in options.only}
-    return {"auto": chosen.strategy, **interleave(wanted, options.rounds)}
+    chosen = operands.tiling("auto")
+    return {"auto": f"{chosen.strategy}, {chosen.rows} rows", **interleave(wanted, options.rounds)}
 
 
 def main() -> None:
@@ -172,6 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, nargs="+", default=list(SIZES))
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES))
+    parser.add_argument("--tokens", type=int, help="fewer tokens than the size has, where time is short")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", help="names of variants; all of them if left out")
     parser.add_argument("--reference", action="store_true")
@@ -184,8 +204,9 @@ def main() -> None:
             print(f"{size} {dtype}, auto is {found['auto']}")
             for name, times in found.items():
                 if isinstance(times, Times):
-                    print(f"  {name:26s} {min(times.cpu_s):8.3f} s")
-        print(write_result(f"vocab_speed_{size}", figures, seed=SEED))
+                    print(f"  {name:26s} {min(times.cpu_s):8.3f} s", flush=True)
+        name = f"{options.tokens or SIZES[size][0]}x{size.partition('x')[2]}"
+        print(write_result(f"vocab_speed_{name}", figures, seed=SEED))
 
 
 if __name__ == "__main__":

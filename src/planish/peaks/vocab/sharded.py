@@ -306,8 +306,8 @@ def _scan(head: ShardedHead, tiles: Tiles, group: slice, rows: Tensor) -> dict[s
     target_logit = work.strip.new_zeros(count)
     for block, columns in tiles.task.column_groups():
         tile = tiles.logits(rows, columns)[:count]
-        fold(work, tile, block)
         target_logit.add_(pick(tile, tiles.local_target(group, columns)))
+        fold(work, tile, block, keep=tiles.keeps_exponentials)
     top = work.block_max[:count].amax(1)
     found = combine(work, count, len(shard.weight))
     if "mean" in found:

@@ -6,6 +6,10 @@ block's own maximum, and the blocks are combined in vocabulary order; logits are
 
 [Note: exp and exp2] On a CPU `exp2` takes a third of the time of `exp`, but its last bit depends on where a vector
 begins. The lse is therefore made with `exp`, and the probabilities of the gradient with `exp2`.
+
+[Note: kept exponentials] Where the tiles of a row group wait for their statistics, in the wide dtype and without a soft
+cap, `fold` leaves exp(y - m) in them, m the maximum of the row's block. The probabilities are that times exp(m - lse),
+one factor for a row of a block, and no logit is exponentiated twice.
 """
 
 import math
@@ -91,13 +95,13 @@ def fill(
             tile[span].copy_(wide.copy_(tile[span]).div_(softcap).tanh_().mul_(softcap))
 
 
-def fold(work: Workspace, tile: Tensor, first_block: int) -> None:
-    """Write the statistics of each canonical block of `tile` into the workspace."""
+def fold(work: Workspace, tile: Tensor, first_block: int, *, keep: bool) -> None:
+    """Write the statistics of each canonical block of `tile` into the workspace; see [Note: kept exponentials]."""
     for span, strip in strips(tile, work.strip):
         block = first_block
         for columns, count in _canonical(tile.shape[1]):
             z = tile[span, columns].unflatten(1, (count, -1))
-            wide = strip.view(-1)[: z.numel()].view(z.shape)
+            wide = z if keep else strip.view(-1)[: z.numel()].view(z.shape)
             _fold_blocks(work, z, wide, (span, slice(block, block + count)))
             block += count
 
@@ -113,7 +117,7 @@ def _canonical(columns: int) -> Iterator[tuple[slice, int]]:
 
 
 def _fold_blocks(work: Workspace, z: Tensor, wide: Tensor, where: tuple[slice, slice]) -> None:
-    """Write the statistics of logits `z`, [rows, blocks, columns]; `wide` is scratch of that shape."""
+    """Write the statistics of logits `z`, [rows, blocks, columns]; `wide` is scratch of that shape, or `z` itself."""
     if z.dtype != wide.dtype:
         z = wide.copy_(z)
     top = work.block_max[where]
@@ -133,9 +137,11 @@ def _fold_blocks(work: Workspace, z: Tensor, wide: Tensor, where: tuple[slice, s
 
 
 def combine(work: Workspace, rows: int, vocab_size: int) -> dict[str, Tensor]:
-    """Return the statistics of the first `rows` rows by name, each [rows]; those of the blocks are used up.
+    """Return the statistics of the first `rows` rows by name, each [rows].
 
-    With m the largest logit and S = sum(exp(y - m)): lse = m + log S, entropy = log S - sum((y - m) exp(y - m)) / S.
+    Those of the blocks are used up, but for their maxima, which become exp(maximum - lse), and 0 for a row of nothing
+    but -inf. With m the largest logit and S = sum(exp(y - m)): lse = m + log S, entropy = log S - sum((y - m)
+    exp(y - m)) / S.
     """
     found = {}
     shift, total = work.block_max[:rows], work.block_sum[:rows]
@@ -151,6 +157,7 @@ def combine(work: Workspace, rows: int, vocab_size: int) -> dict[str, Tensor]:
     total = total.mul_(shift.exp_()).sum(1)
     if work.block_entropy is not None:
         found["entropy"] = total.log().sub_(below.mul_(shift).sum(1).div_(total))
+    shift.div_(total.unsqueeze(1)).nan_to_num_(nan=math.nan, posinf=0.0)
     found["lse"] = total.log_().add_(top)
     return found
 
@@ -175,17 +182,19 @@ class Slopes:
 def differentiate(
     work: Workspace,
     tile: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
     local: Tensor,
     slopes: Slopes,
     *,
+    first_block: int,
     softcap: float | None,
     bias_grad: Tensor | None,
 ) -> None:
     """Overwrite logits y by the derivative of the loss, each row with its own slopes; add its sum to `bias_grad`.
 
     dy_v = (softmax - entropy (y_v - mean_logit)) p_v - target [v == local] - uniform,  p = exp(y - lse),
-    where mean_logit is the sum of p y. With softcap s, dy is multiplied by 1 - (y / s)^2.
+    where mean_logit is the sum of p y. With softcap s, dy is multiplied by 1 - (y / s)^2. Without an `lse` the tile
+    holds what `fold` kept instead of logits.
     """
     hit = None if slopes.target is None else slopes.target.masked_fill(local < 0, 0.0).neg_().unsqueeze(1)
     column = local.clamp(min=0).unsqueeze(1)
@@ -193,7 +202,10 @@ def differentiate(
     for span, strip in strips(tile, work.strip):
         y = tile[span]
         grad = y if in_place else strip.copy_(y)
-        grad.sub_(lse[span].unsqueeze(1)).mul_(LOG2E).exp2_()
+        if lse is None:
+            _normalise(work, grad, span, first_block)
+        else:
+            grad.sub_(lse[span].unsqueeze(1)).mul_(LOG2E).exp2_()
         _weigh(work, grad, y, slopes, span)
         if hit is not None:
             grad.scatter_add_(1, column[span], hit[span])
@@ -205,6 +217,14 @@ def differentiate(
             y.copy_(grad)
     if work.narrow is not None:
         narrowed(work, tile).copy_(tile)
+
+
+def _normalise(work: Workspace, kept: Tensor, span: slice, block: int) -> None:
+    """Turn exponentials into probabilities, in place."""
+    for columns, count in _canonical(kept.shape[1]):
+        factor = work.block_max[span, block : block + count].unsqueeze(-1)
+        kept[:, columns].unflatten(1, (count, -1)).mul_(factor)
+        block += count
 
 
 def narrowed(work: Workspace, tile: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from planish.peaks.vocab.task import Task
 from planish.peaks.vocab.tile import Slopes, Workspace, accumulate, combine, differentiate, fill, fold, narrowed, pick
-from planish.price.vocab import ROW_STEP, Pass, round_up
+from planish.price.vocab import BLOCK, ROW_STEP, Pass, round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +67,20 @@ class Tiles:
         fill(tile, self.work.strip, rows, weight, bias, logit_scale=task.logit_scale, softcap=task.softcap)
         return tile
 
+    @property
+    def keeps_exponentials(self) -> bool:
+        """Return whether tiles that were folded hold exponentials; see [Note: kept exponentials]."""
+        task, work = self.task, self.work
+        return task.tiling.keeps_tiles and task.softcap is None and work.tile.dtype == work.strip.dtype
+
     def scan(self, group: slice, rows: Tensor) -> dict[str, Tensor]:
         """Return nll and the wanted statistics of each token of `group`, from one tile of logits after the other."""
         count = group.stop - group.start
         target_logit = self.work.strip.new_zeros(count)
         for block, columns in self.task.column_groups():
             tile = self.logits(rows, columns)[:count]
-            fold(self.work, tile, block)
             target_logit.add_(pick(tile, self.local_target(group, columns)))
+            fold(self.work, tile, block, keep=self.keeps_exponentials)
         found = combine(self.work, count, self.task.head.vocab_size)
         found["nll"] = found["lse"] - target_logit
         return found
@@ -83,9 +89,16 @@ class Tiles:
         self, tile: Tensor, group: slice, columns: slice, lse: Tensor, slopes: Slopes, d_bias: Tensor | None
     ) -> None:
         """Overwrite a tile of logits by the derivative of the loss, for the two below; add its sum to `d_bias`."""
-        local = self.local_target(group, columns)
-        bias_grad = None if d_bias is None else d_bias[columns]
-        differentiate(self.work, tile, lse, local, slopes, softcap=self.task.softcap, bias_grad=bias_grad)
+        differentiate(
+            self.work,
+            tile,
+            None if self.keeps_exponentials else lse,
+            self.local_target(group, columns),
+            slopes,
+            first_block=columns.start // BLOCK,
+            softcap=self.task.softcap,
+            bias_grad=None if d_bias is None else d_bias[columns],
+        )
 
     def add_weight_grad(self, total: Tensor, tile: Tensor, rows: Tensor, *, fresh: bool) -> None:
         """Add the share of a tile of derivatives to its columns' gradient of the weight, or set it when `fresh`."""
