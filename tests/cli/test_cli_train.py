@@ -335,6 +335,20 @@ def test_ctrl_c_saves_and_ends_with_130(model_folder, text_file, tmp_path):
     assert "--resume" in said
 
 
+def test_a_stop_while_starting_leaves_nothing_half_written(model_folder, text_file, tmp_path):
+    run = tmp_path / "runs" / "run"
+    words = ["--model.from", str(model_folder()), "--data.train", str(text_file), "--data.context", "32"]
+    command = [sys.executable, "-m", "planish", "train", *words, "--save.dir", str(run), "--train.steps", "100000"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not run.exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.terminate()
+    _, said = process.communicate(timeout=120)
+    assert (process.returncode, said.count("\n")) == (130, 1)
+    assert (run / "latest").exists() if (tmp_path / "runs").exists() else "interrupted" in said
+
+
 def test_resuming_a_finished_run_does_nothing(train, tmp_path, model_folder):
     folder = model_folder()
     assert train(model=folder)[0] == 0

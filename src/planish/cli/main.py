@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             _refuse("\n".join(error.table.splitlines()[:_TABLE_LINES]), error.exit_code)
         return _refuse(f"planish: {error}", error.exit_code)
     except KeyboardInterrupt as stop:
-        return _refuse(f"planish: {stop or 'interrupted; nothing is left half written.'}", Interrupted.exit_code)
+        return _refuse(f"planish: {str(stop) or 'interrupted; nothing is left half written.'}", Interrupted.exit_code)
     except SystemExit as stop:
         return _exit_code(stop)
     except Exception as error:

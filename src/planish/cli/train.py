@@ -69,6 +69,7 @@ def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:
             opened = follow_run_folder(run.save.dir, resume=resume)
         with opened as folder, RunView(quiet=not world.leads) as view:
             run_training(run, folder, view, meter, world)
+            view.note(f"drawn in {folder.report}")
 
 
 def _over_ranks(run: RunFile, size: int) -> RunFile:
