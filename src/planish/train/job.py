@@ -77,7 +77,7 @@ class RankFeed:
 def build(run: RunFile, ledger: Ledger, scope: ExitStack, world: World = ALONE) -> Job:
     """Return the job that `run` describes; everything that lives through training is allocated here.
 
-    All data is read once before, so that a bad file costs a launch and not a run: a gigabyte takes about 2 s of one core
+    All data is read once before, so that a bad file costs a launch and not a run: a gigabyte takes one core about 2 s
     as text, 6 s as JSON lines, 20 s as ids in short documents.
 
     Args:
