@@ -13,7 +13,7 @@ import tyro
 from planish.cli.options import parse_plain
 from planish.decode import method_name, nearest
 from planish.errors import BudgetExceeded, UsageError, VerificationFailed
-from planish.methods import Checkpoint, Plain, Plan
+from planish.methods import AdamW, Apollo, Checkpoint, Plain, Plan
 from planish.runfile import DataSection, MemorySection, ModelSection, RunFile, SaveSection, TrainSection
 from planish.units import format_bytes
 
@@ -30,7 +30,7 @@ class Options:
     """Train SmolLM2-135M on English text at 4,096 tokens, plain and bounded, and compare (minutes on two cores)."""
 
     peak: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="PEAK")] = None
-    """Show one peak alone, in a minute: attention, vocab or boundary."""
+    """Show one peak alone, in a minute: attention, vocab, boundary or optim."""
     dir: Path = Path("runs/demo")
     """Run folder; what an earlier demo wrote there is replaced."""
 
@@ -60,17 +60,19 @@ def main(words: list[str]) -> int:
     fix_malloc_thresholds()
     if options.peak is None:
         _whole(options.dir)
+    elif options.peak == "optim":
+        _optimizers()
     else:
         _alone(options.peak)
     return 0
 
 
-def settings(folder: Path, *, context: int, plan: Plan, budget_bytes: int | None) -> RunFile:
+def settings(folder: Path, *, context: int, plan: Plan, budget_bytes: int | None, clip: float = 1.0) -> RunFile:
     """Return the demo's run file."""
     return RunFile(
         model=ModelSection(from_=_MODEL),
         data=DataSection(train=("builtin:english",), context=context),
-        train=TrainSection(steps=_STEPS, schedule="constant"),
+        train=TrainSection(steps=_STEPS, schedule="constant", clip=clip),
         memory=MemorySection(budget=budget_bytes),
         plan=plan,
         save=SaveSection(dir=folder, keep=1),
@@ -152,6 +154,25 @@ def _alone(peak: str) -> None:
         outcomes.append(measure(settings(Path(), context=2048, plan=plan, budget_bytes=None), steps=1))
         _show(outcomes[-1])
     _compare(*outcomes)
+
+
+def _optimizers() -> None:
+    """Train a few steps by each optimizer; they agree until the first update."""
+    ways = {
+        "adamw": AdamW(),
+        "apollo (APOLLO-Mini)": Apollo(),
+        "apollo, in backward, int8 weights": Apollo(in_backward=True, weights="int8"),
+    }
+    _say("SmolLM2-135M, bf16, 512 tokens: four steps by each optimizer, everything else bounded.")
+    outcomes = []
+    for name, optim in ways.items():
+        _say(f"\nplan.optim = {name}")
+        run = settings(Path(), context=512, plan=Plan(optim=optim), budget_bytes=None, clip=0.0)
+        outcomes.append(measure(run, steps=4))
+        _show(outcomes[-1])
+    _say("\n   another optimizer: the losses of the first two begin as one and part with the first update.")
+    if outcomes[0].losses[0] != outcomes[1].losses[0]:
+        raise VerificationFailed(f"the first losses are {outcomes[0].losses[0]} and {outcomes[1].losses[0]}.")
 
 
 def _show(outcome: Outcome) -> None:

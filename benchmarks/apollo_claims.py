@@ -1,0 +1,166 @@
+"""Claims of the APOLLO paper about memory, asked of our own prices and dry runs: nothing is trained, nothing allocated.
+
+1. LLaMA-7B trains on one device under 12 GB with int8 weights, updated in the backward pass.
+2. LLaMA-13B trains under plain data parallelism inside 80 GiB with APOLLO-Mini.
+3. LLaMA-7B on 8 x 80 GB: micro-batches of 4 rows with AdamW, of 16 with APOLLO.
+
+As in the paper: rows of 256 tokens, weights and gradients in bf16 without master, no checkpointing in (3), whole logits.
+Plain DistributedDataParallel holds the gradients twice (its buckets). Layers' matrices are projected; embedding, head
+and norms take AdamW, whose moments are bf16 like the weights. Not as in the paper: our projected moments are fp32.
+In (1) the wide weights are loaded into host memory, so the device's phases begin with the first step; embedding and
+head stay wide, and their moments are counted.
+
+[Note: throughput] A step of 512 rows on 8 devices takes 512 / 8 / rows microbatches. Each computes 6 flop a parameter
+and token at `_FLOPS * _EFFICIENCY`, reads weights twice and reads and writes gradients at `_BANDWIDTH`, and reduces
+its gradients over the link after the computation, as loops without `no_sync` do. Nothing overlaps: the ratio is an
+upper bound of what these terms explain.
+"""
+
+import argparse
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig
+
+from harness import write_result
+from planish.methods import AdamW, Apollo, Checkpoint, Optim, Plain, Plan
+from planish.plan.estimate import estimate
+from planish.price.apollo import MatrixShape
+from planish.price.state import optimizer_bytes, parameter_bytes, split
+from planish.price.table import LayerTable
+from planish.runfile import DataSection, ModelSection, RunFile, TrainSection
+from planish.shapes import BatchShape
+from planish.train.layer_table import fit_table
+from planish.train.predict import by_dry_run
+
+CONTEXT = 256
+GB, GIB = 10**9, 2**30
+SIZES = {
+    "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "13B": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
+}
+MINI = Apollo()
+RANK_256 = Apollo(proj_rank=256, granularity="channel", alpha=1.0)
+KEPT = Plan(vocab=Plain(), boundary=Plain())
+"""As the paper trains: flash attention, everything else plain."""
+BOUNDED = Plan(boundary=Checkpoint())
+
+_FLOPS, _EFFICIENCY, _BANDWIDTH, _LINK = 312e12, 0.5, 2.0e12, 240e9
+_ROWS_OF_A_STEP, _DEVICES = 512, 8
+
+
+def run_of(folder: Path, size: str, plan: Plan, rows: int, dtype: str = "bf16-pure") -> RunFile:
+    """Return the run file of a LLaMA."""
+    path = folder / size / "config.json"
+    LlamaConfig(vocab_size=32000, max_position_embeddings=2048, **SIZES[size]).save_pretrained(path.parent)
+    return RunFile(
+        model=ModelSection(config=path, dtype=dtype),
+        data=DataSection(train=("none",), context=CONTEXT),
+        train=TrainSection(clip=0.0, global_tokens=rows * CONTEXT),
+        plan=plan,
+    )
+
+
+def one_device(folder: Path) -> dict[str, Any]:
+    """Return the peaks of LLaMA-7B in int8, updated in backward, one row a step."""
+    figures = {}
+    for dtype in ("bf16-pure", "bf16"):
+        for name, base in (("bounded", BOUNDED), ("kept, whole logits", KEPT)):
+            plan = replace(base, optim=replace(MINI, in_backward=True, weights="int8"))
+            found = by_dry_run(run_of(folder, "7B", plan, 1, dtype), num_layouts=1)
+            on_device = {phase: each for phase, each in found.phases.items() if phase != "init"}
+            peak = max(each.peak_bytes for each in on_device.values())
+            figures[f"{dtype}, {name}"] = {
+                "peak_bytes": peak,
+                "under_12_GB": peak < 12 * GB,
+                "phases": {phase: each.peak_bytes for phase, each in on_device.items()},
+                "backward": on_device["backward"].categories,
+            }
+    return figures
+
+
+def table_of(folder: Path, size: str, plan: Plan) -> LayerTable:
+    """Return the table of a LLaMA."""
+    section = run_of(folder, size, plan, 1).model
+    return fit_table(LlamaConfig.from_json_file(section.config), section, plan, rows=1)
+
+
+def peak_bytes(table: LayerTable, plan: Plan, optim: Optim, rows: int) -> int:
+    """Return the peak of a step on one of several devices under plain data parallelism."""
+    batch = BatchShape(rows=rows, context=CONTEXT, num_valid=rows * CONTEXT, split=False)
+    buckets = parameter_bytes(table.tensors)
+    return estimate(table, batch, replace(plan, optim=optim), master=False).peak_bytes + buckets
+
+
+def proven(folder: Path, size: str, plan: Plan, table: LayerTable, rows: int) -> dict[str, int]:
+    """Return price and dry run of one step without buckets."""
+    dry = by_dry_run(run_of(folder, size, plan, rows), num_layouts=1).peak_bytes
+    price = peak_bytes(table, plan, plan.optim, rows) - parameter_bytes(table.tensors)
+    return {"price_bytes": price, "dry_run_bytes": dry}
+
+
+def data_parallel(folder: Path) -> dict[str, Any]:
+    """Return the peak of LLaMA-13B with Mini, one row a device."""
+    figures = {}
+    for name, plan in (("kept, whole logits", KEPT), ("bounded", BOUNDED)):
+        table = table_of(folder, "13B", plan)
+        peaks = {each: peak_bytes(table, plan, optim, 1) for each, optim in (("mini", MINI), ("adamw", AdamW()))}
+        figures[name] = {each: {"peak_bytes": peak, "inside_80_GiB": peak <= 80 * GIB} for each, peak in peaks.items()}
+    figures["proof, mini, bounded"] = proven(folder, "13B", replace(BOUNDED, optim=MINI), table, 1)
+    return figures
+
+
+def microbatches(folder: Path) -> dict[str, Any]:
+    """Return, for each optimizer, the most rows that fit 80 GB, and the modelled throughput."""
+    table = table_of(folder, "7B", KEPT)
+    projected, _ = split(table.tensors, RANK_256)
+    moments = sum(each.count * 2 * 256 * MatrixShape.of(each.shape).channels for each in projected)
+    figures: dict[str, Any] = {"rank 256, projected moments (paper: 809.5M)": moments}
+    seconds = {}
+    for name, optim in (("adamw", AdamW()), ("apollo, rank 256", RANK_256), ("mini", MINI)):
+        peaks = {rows: peak_bytes(table, KEPT, optim, rows) for rows in range(1, 65)}
+        rows = max((each for each, peak in peaks.items() if peak <= 80 * GB), default=0)
+        figures[name] = {
+            "state_bytes": optimizer_bytes(table.tensors, optim, master=False),
+            "largest_microbatch": rows,
+            "peak_bytes": {each: peaks[each] for each in sorted({4, 8, 16, rows})},
+        }
+        power = 2 ** (rows.bit_length() - 1)
+        seconds[name] = step_seconds(table, power)
+        figures[name] |= {"microbatch": power, "modelled_step_s": seconds[name]}
+    figures["modelled throughput, apollo : adamw (paper: up to 3)"] = seconds["adamw"] / seconds["apollo, rank 256"]
+    figures["proof, adamw, 4 rows"] = proven(folder, "7B", KEPT, table, 4)
+    figures["proof, mini, 16 rows"] = proven(folder, "7B", replace(KEPT, optim=MINI), table, 16)
+    return figures
+
+
+def step_seconds(table: LayerTable, rows: int) -> float:
+    """Return the modelled time of forward and backward of one global batch [Note: throughput]."""
+    nbytes = parameter_bytes(table.tensors)
+    compute_s = 6 * (nbytes / 2) * rows * CONTEXT / (_FLOPS * _EFFICIENCY)
+    traffic_s = (2 + 2) * nbytes / _BANDWIDTH
+    reduce_s = 2 * nbytes * (_DEVICES - 1) / _DEVICES / _LINK
+    return _ROWS_OF_A_STEP / _DEVICES / rows * (compute_s + traffic_s + reduce_s)
+
+
+def main() -> None:
+    """Ask all three, print the answers and write the result."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        figures = {
+            "7B on one device, int8, in backward": one_device(folder),
+            "13B, plain data parallelism": data_parallel(folder),
+            "7B on 8 x 80 GB": microbatches(folder),
+        }
+    for claim, found in figures.items():
+        print(claim)
+        for case, each in found.items():
+            print(f"  {case}: {each}")
+    print(write_result("apollo_claims", figures, seed=0))
+
+
+if __name__ == "__main__":
+    main()
