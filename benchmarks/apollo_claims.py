@@ -4,7 +4,7 @@
 2. LLaMA-13B trains under plain data parallelism inside 80 GiB with APOLLO-Mini.
 3. LLaMA-7B on 8 x 80 GB: micro-batches of 4 rows with AdamW, of 16 with APOLLO.
 
-As in the paper: rows of 256 tokens, weights and gradients in bf16 without master, no checkpointing in (3), whole logits.
+As in the paper: rows of 256 tokens, bf16 weights and gradients without master; in (3) no checkpointing, whole logits.
 Plain DistributedDataParallel holds the gradients twice (its buckets). Layers' matrices are projected; embedding, head
 and norms take AdamW, whose moments are bf16 like the weights. Not as in the paper: our projected moments are fp32.
 In (1) the wide weights are loaded into host memory, so the device's phases begin with the first step; embedding and

@@ -80,7 +80,7 @@ def test_peak_of_a_step_is_the_workspace_and_no_temporary_of_a_weights_size(meth
         options["proj_rank"],
         by_channel=options["granularity"] == "channel",
         narrow_grad=narrow,
-        narrow_weight=narrow and not master,
+        narrow_weight=narrow and not master and options["granularity"] == "channel",
     )
     making = making_bytes(max(each.dim for each in matrices), options["proj_rank"], normal=False)
     moment = max(4 * 6 * max(each.channels for each in matrices), making)

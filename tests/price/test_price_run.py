@@ -85,7 +85,7 @@ def test_apollo_is_priced_as_its_dry_run_but_for_what_its_step_holds_for_a_momen
     price = estimate(table_of(run, silent), shape, run.plan, master=keeps_master(run))
     dry = dry_run(run, batches=[full_batch(shape) for _ in range(run.train.grad_accum + 1)])
     for phase, peak in dry.phases.items():
-        allowed = 48 * 320 if phase == "optimizer" else SCALARS
+        allowed = 48 * 320 + 4 * 48 * 32 if phase == "optimizer" else SCALARS
         assert 0 <= price.phases[phase].peak_bytes - peak.peak_bytes <= allowed, phase
     state = price.phases["init"].categories["optimizer state"]
     assert state == dry.phases["forward"].categories["optimizer state"]

@@ -13,9 +13,6 @@ Side = Literal["auto", "left", "right"]
 CPU_BLOCK = 2**18
 """Elements at work at a time on a CPU: what stays in a core's cache."""
 
-NARROW_PRODUCT_RANK = 8
-"""From this rank on, arithmetic takes the time, and bf16 gradients are projected in bf16."""
-
 _MAKING_SIGNS, _MAKING_NORMALS = 320, 9600
 _SIGNS = 128
 _IN_LAYER = re.compile(r"\.(\d+|\*)\.")
@@ -78,7 +75,7 @@ class MatrixShape:
 
     def block_rows(self, elements: int, *, together: int = 1) -> int:
         """Return how many rows of `together` matrices are at work at a time: at most `elements`, one row at least."""
-        return min(self.rows, max(1, elements // (together * self.cols)))
+        return max(1, min(self.rows, elements // (together * self.cols)))
 
     def state_bytes(self, proj_rank: int, *, refresh: str = "keep", master: bool = False) -> int:
         """Return the bytes of one parameter's state: 8 n r of moments, 8 (12) a matrix, 4 for the step, the master."""
@@ -102,15 +99,14 @@ def workspace_bytes(
         proj_rank: Of all of them.
         by_channel: Factors are by channel.
         narrow_grad: Gradients are bf16.
-        narrow_weight: Weights have, too, and no master.
+        narrow_weight: Weights are, too, have no master, and are scaled by channel or decay.
     """
     every = list(matrices)
-    narrow_product = narrow_grad and proj_rank >= NARROW_PRODUCT_RANK
     projections = sum(proj_rank * dim for dim in {each.dim for each in every})
     projected = max(proj_rank * each.channels for each in every)
     block = max(each.block_rows(CPU_BLOCK) * each.cols for each in every)
     blocks = (by_channel or narrow_grad) + narrow_weight
-    return (2 if narrow_product else 4) * projections + (10 if narrow_product else 8) * projected + 4 * blocks * block
+    return 4 * projections + 8 * projected + 4 * blocks * block
 
 
 def making_bytes(dim: int, proj_rank: int, *, normal: bool) -> int:

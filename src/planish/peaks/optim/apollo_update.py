@@ -18,17 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.adamw import adamw
 
 from planish.peaks.optim.apollo_options import ApolloOptions
 from planish.peaks.optim.apollo_random import ProjectionKey
+from planish.peaks.optim.apollo_shard import LocalMatrix, local_matrix
 from planish.peaks.optim.apollo_workspace import Workspace, block_elements
 from planish.peaks.optim.int8_weight import Int8Step, Int8Weight
-from planish.price.apollo import NARROW_PRODUCT_RANK, MatrixShape
+
+_NARROW_PRODUCT_RANK = 8
+"""From this rank on, arithmetic takes the time, and an accelerator projects bf16 gradients in bf16."""
 
 
 def new_state(param: Tensor, options: ApolloOptions, *, master: bool) -> dict[str, Tensor]:
-    """Return the state of a projected parameter, `MatrixShape.state_bytes` bytes of plain tensors."""
-    matrix = options.shape_of(param.shape)
+    """Return the state of what is here of a projected parameter: `MatrixShape.state_bytes` bytes of plain tensors."""
+    local, matrix = local_matrix(param, options.shape_of(param.shape))
     dtype = torch.promote_types(param.dtype, torch.float32)
 
     def zeros(*shape: int) -> Tensor:
@@ -44,13 +48,17 @@ def new_state(param: Tensor, options: ApolloOptions, *, master: bool) -> dict[st
     if options.refresh == "reset":
         state["num_since_refresh"] = zeros(matrix.experts, 1, 1)
     if master and dtype != param.dtype and not isinstance(param, Int8Weight):
-        state["master"] = param.detach().to(dtype, copy=True)
+        state["master"] = local.detach().to(dtype, copy=True)
     return state
 
 
 def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], options: ApolloOptions, work: Workspace) -> None:
-    """Update one parameter and its state in place."""
-    matrix = options.shape_of(param.shape)
+    """Update one parameter and its state in place; what is split over ranks, together with them."""
+    shape = options.shape_of(param.shape)
+    param, matrix = local_matrix(param, shape)
+    grad, _ = local_matrix(grad, shape)
+    if matrix.experts == 0:
+        return None
     calls = int(_read(state["step"].add_(1)))
     epoch, since_refresh = divmod(calls - 1, options.update_gap)
     if options.refresh == "reset" and since_refresh == 0:
@@ -59,15 +67,17 @@ def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], options: Apoll
     key = ProjectionKey(
         kind=options.projection, proj_rank=options.proj_rank, dim=matrix.dim, seed=options.seed, epoch=epoch
     )
-    narrow = grad.dtype == torch.bfloat16 and options.proj_rank >= NARROW_PRODUCT_RANK  # fp16 sums might overflow
+    # fp16 sums might overflow, and many CPUs multiply bf16 a hundred times slower than fp32
+    narrow = grad.dtype == torch.bfloat16 and options.proj_rank >= _NARROW_PRODUCT_RANK and not on_host(grad)
     projection = work.projection(key, grad.device, grad.dtype if narrow else state["exp_avg"].dtype)
+    projection = matrix.columns_of(projection)
     tensors = {name: each for name, each in state.items() if name != "step"} | {"grad": grad}
     if isinstance(param, Int8Weight):
         part = {name: each if each.ndim == 3 else each.unsqueeze(0) for name, each in tensors.items()}
         return _update_matrices(part, projection, matrix, options, work, Int8Step(weight=param, number=calls))
     tensors["weight"] = param
     whole = {name: each if each.ndim == 3 else each.unsqueeze(0) for name, each in tensors.items()}
-    together = 1 if on_host(param) else max(1, block_elements(param.device) // (matrix.rows * matrix.cols))
+    together = 1 if on_host(param) else max(1, block_elements(param.device) // max(1, matrix.rows * matrix.cols))
     if together >= matrix.experts:
         return _update_matrices(whole, projection, matrix, options, work)
     for first in range(0, matrix.experts, together):
@@ -88,7 +98,7 @@ def _read(tensor: Tensor) -> float:
 def _update_matrices(
     part: dict[str, Tensor],
     projection: Tensor,
-    matrix: MatrixShape,
+    matrix: LocalMatrix,
     options: ApolloOptions,
     work: Workspace,
     int8: Int8Step | None = None,
@@ -97,6 +107,8 @@ def _update_matrices(
     projected, square_sum = _project(grad, projection, matrix, options, work)
     if options.limiter == "safe":
         total = square_sum.sum((-2, -1), keepdim=True)
+        if options.granularity == "channel":
+            matrix.sum_channels(total)
         largest = torch.finfo(total.dtype).max / matrix.dim  # up to here, squares of the projected gradient are finite
         if not on_host(grad):
             usable = (total > 0) & (total < largest)
@@ -113,7 +125,7 @@ def _update_matrices(
 
 
 def _project(
-    grad: Tensor, projection: Tensor, matrix: MatrixShape, options: ApolloOptions, work: Workspace
+    grad: Tensor, projection: Tensor, matrix: LocalMatrix, options: ApolloOptions, work: Workspace
 ) -> tuple[Tensor, Tensor]:
     """Return P G (or G P^T), [E, R, C] (or [E, C, R]), and the sum of squares of each channel or matrix of G.
 
@@ -129,31 +141,37 @@ def _project(
         if product is not projected:
             projected.copy_(product)
     if grad.dtype == dtype and not by_channel:
-        return _normalise(projected, options), torch.linalg.vector_norm(grad, dim=(-2, -1), keepdim=True).square_()
+        square_sum = torch.linalg.vector_norm(grad, dim=(-2, -1), keepdim=True).square_()
+        return _over_ranks(projected, square_sum, matrix, options)
     square_sum = torch.zeros(experts, *matrix.factor_shape(by_channel=by_channel), device=device, dtype=dtype)
     for rows in _row_blocks(grad, matrix):
         block = grad[:, rows]
         buffer = work.buffer("block", block.shape, device, dtype)
-        if grad.dtype == dtype:
-            squares = torch.mul(block, block, out=buffer)
-        else:
-            buffer.copy_(block)
+        if grad.dtype != dtype:
+            block = buffer.copy_(block)
             if not whole:
-                _multiply(projected, buffer, rows, projection, matrix)
-            squares = buffer.square_()
-        if matrix.left or not by_channel:
-            square_sum += squares.sum(matrix.channel_axis if by_channel else (-2, -1), keepdim=True)
-        else:
-            torch.sum(squares, -1, keepdim=True, out=square_sum[:, rows])
-    return _normalise(projected, options), square_sum
+                _multiply(projected, block, rows, projection, matrix)
+        sums = square_sum if matrix.left or not by_channel else square_sum[:, rows]
+        sums += _square_sum(block, buffer, matrix, options)
+    return _over_ranks(projected, square_sum, matrix, options)
 
 
-def _normalise(projected: Tensor, options: ApolloOptions) -> Tensor:
-    unchanged = options.projection == "identity" or options.proj_rank == 1
-    return projected if unchanged else projected.mul_(options.proj_rank**-0.5)
+def _over_ranks(
+    projected: Tensor, square_sum: Tensor, matrix: LocalMatrix, options: ApolloOptions
+) -> tuple[Tensor, Tensor]:
+    """Add up what ranks share, and make up for the number of signs."""
+    if matrix.left and matrix.rows == 0:
+        projected.zero_()
+    matrix.sum_rows(projected)
+    matrix.sum_rows(square_sum)
+    if options.granularity == "tensor":
+        matrix.sum_channels(square_sum)
+    if options.projection != "identity" and options.proj_rank > 1:
+        projected.mul_(options.proj_rank**-0.5)
+    return projected, square_sum
 
 
-def _multiply(projected: Tensor, block: Tensor, rows: slice, projection: Tensor, matrix: MatrixShape) -> None:
+def _multiply(projected: Tensor, block: Tensor, rows: slice, projection: Tensor, matrix: LocalMatrix) -> None:
     """Write P G of some rows of G; where rows are projected, the first block overwrites and others add."""
     if matrix.left:
         left, right, beta = projection[:, rows].expand(len(block), -1, -1), block, 1 if rows.start else 0
@@ -168,7 +186,7 @@ def _factor(
     square_sum: Tensor,
     keep: Tensor | float,
     state: dict[str, Tensor],
-    matrix: MatrixShape,
+    matrix: LocalMatrix,
     options: ApolloOptions,
     work: Workspace,
 ) -> Tensor | float:
@@ -178,41 +196,88 @@ def _factor(
     since_refresh = _count(state["num_since_refresh"], keep) if "num_since_refresh" in state else num_updates
     root2 = (1 - beta2**num_updates) ** 0.5
     correction = root2 / (1 - beta1**since_refresh)
-    axes = matrix.channel_axis if options.granularity == "channel" else (-2, -1)
+    eps = options.eps if options.limiter == "paper" else options.eps * root2
 
     buffer = work.buffer("direction", projected.shape, projected.device, projected.dtype)
-    squares = torch.mul(projected, projected, out=buffer)
-    before = squares.sum(axes, keepdim=True)
-    state["exp_avg"].lerp_(projected, (1 - beta1) * keep)
-    state["exp_avg_sq"].lerp_(squares, (1 - beta2) * keep)
-    root = torch.sqrt(state["exp_avg_sq"], out=buffer)
-    root.add_(options.eps if options.limiter == "paper" else options.eps * root2)
-    direction = torch.div(state["exp_avg"], root, out=buffer)
-    after = direction.square_().sum(axes, keepdim=True)
+    before = _square_sum(projected, buffer, matrix, options)
+    if on_host(projected):
+        one_step = _fused_direction(projected, state, buffer, options, num_updates=num_updates, eps=eps / root2)
+        after = _square_sum(buffer, buffer, matrix, options).mul_(one_step**-2)
+    else:
+        squares = torch.mul(projected, projected, out=buffer)
+        state["exp_avg"].lerp_(projected, (1 - beta1) * keep)
+        state["exp_avg_sq"].lerp_(squares, (1 - beta2) * keep)
+        torch.div(state["exp_avg"], torch.sqrt(state["exp_avg_sq"], out=buffer).add_(eps), out=buffer)
+        after = _square_sum(buffer, buffer, matrix, options)
+    if options.granularity == "tensor":
+        matrix.sum_channels(before)
+        matrix.sum_channels(after)
 
-    scale = _root_of_ratio(after, before)
+    scale = _root_of_ratio(after, before, as_number=on_host(after) and options.granularity == "tensor")
     first, last = (1.0, correction) if options.limiter == "paper" else (correction, 1.0)
     scale = scale * first
     if options.limiter != "off":
         limit = _limit_on_host if on_host(square_sum) else _limit_on_device
-        scale = scale * limit(_norm(scale, square_sum), keep, num_updates, state["norm"], options)
+        scale = scale * limit(_norm(scale, square_sum, matrix, options), keep, num_updates, state["norm"], options)
     scale = scale * (last * -options.lr * options.scale_of(matrix))
     return scale.to(projected.dtype) if isinstance(scale, Tensor) else scale
 
 
-def _root_of_ratio(above: Tensor, below: Tensor) -> Tensor | float:
+def _fused_direction(
+    projected: Tensor,
+    state: dict[str, Tensor],
+    buffer: Tensor,
+    options: ApolloOptions,
+    *,
+    num_updates: float,
+    eps: float,
+) -> float:
+    """Write -c exp_avg / (sqrt(exp_avg_sq) + eps), AdamW's step from zero, in one pass; return c, its correction."""
+    beta1, beta2 = options.betas
+    adamw(
+        [buffer.zero_()],
+        [projected],
+        [state["exp_avg"]],
+        [state["exp_avg_sq"]],
+        [],
+        [torch.tensor(num_updates - 1)],
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=1.0,
+        weight_decay=0.0,
+        eps=eps,
+        maximize=False,
+    )
+    return (1 - beta2**num_updates) ** 0.5 / (1 - beta1**num_updates)
+
+
+def _square_sum(tensor: Tensor, buffer: Tensor, matrix: LocalMatrix, options: ApolloOptions) -> Tensor:
+    """Return the sum of squares of each channel or matrix; `buffer` may be overwritten."""
+    if options.granularity == "tensor":
+        return torch.linalg.vector_norm(tensor, dim=(-2, -1), keepdim=True).square_()
+    if matrix.left:  # norms over rows are slow on a CPU
+        return torch.mul(tensor, tensor, out=buffer).sum(-2, keepdim=True)
+    return torch.linalg.vector_norm(tensor, dim=-1, keepdim=True).square_()
+
+
+def _root_of_ratio(above: Tensor, below: Tensor, *, as_number: bool) -> Tensor | float:
     """Return sqrt(above / below), 0 where `below` is 0."""
-    if on_host(above) and above.numel() == 1:
+    if as_number:
         divisor = _read(below)
         return math.sqrt(_read(above) / divisor) if divisor else 0.0
     return above.div_(below).sqrt_().masked_fill_(below == 0, 0)
 
 
-def _norm(scale: Tensor | float, square_sum: Tensor) -> Tensor | float:
+def _norm(scale: Tensor | float, square_sum: Tensor, matrix: LocalMatrix, options: ApolloOptions) -> Tensor | float:
     """Return the norm of each gradient whose channels are scaled."""
     if isinstance(scale, float):
         return scale * math.sqrt(_read(square_sum))
-    norm = (scale.square() * square_sum).sum((-2, -1), keepdim=True).sqrt_()
+    square = (scale.square() * square_sum).sum((-2, -1), keepdim=True)
+    if options.granularity == "channel":
+        matrix.sum_channels(square)
+    norm = square.sqrt_()
     return _read(norm) if on_host(norm) else norm
 
 
@@ -252,7 +317,7 @@ def _apply(
     part: dict[str, Tensor],
     factor: Tensor | float,
     usable: Tensor | None,
-    matrix: MatrixShape,
+    matrix: LocalMatrix,
     options: ApolloOptions,
     work: Workspace,
 ) -> None:
@@ -261,6 +326,9 @@ def _apply(
     device, dtype = grad.device, part["exp_avg"].dtype
     decay = 1 - options.lr * options.weight_decay * (1.0 if usable is None else usable.to(dtype))
     copied, narrow = grad.dtype != dtype or usable is not None, weight.dtype != dtype
+    if narrow and usable is None and isinstance(factor, float) and not options.weight_decay:
+        weight.add_(grad, alpha=factor)  # in fp32, but for the factor, and rounded once
+        return
     for rows in _row_blocks(grad, matrix) if copied or narrow or options.weight_decay else (slice(None),):
         block, wide = grad[:, rows], weight[:, rows]
         if copied:
@@ -299,7 +367,7 @@ def _apply_int8(
         int8.weight.write(rows, wide, int8.noise(options.seed, rows.start))
 
 
-def _row_blocks(matrices: Tensor, matrix: MatrixShape) -> Iterator[slice]:
+def _row_blocks(matrices: Tensor, matrix: LocalMatrix) -> Iterator[slice]:
     step = matrix.block_rows(block_elements(matrices.device), together=len(matrices))
     for first in range(0, matrix.rows, step):
         yield slice(first, min(matrix.rows, first + step))
