@@ -5,6 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from planish.errors import WorldFailed
+from planish.report.findings import far_finding, lane_rows
 from planish.report.moment import phase_bands
 from planish.report.page import draw_page, write_page
 from planish.report.read import read_run
@@ -158,6 +159,42 @@ def test_one_step_is_enough_for_every_figure(builder):
     builder.settings(steps=9).steps(1)
     assert "1 of 9 steps is on record" in page_of(builder).text
     assert len(drawings(builder)) == 5
+
+
+LANES = {"disk-out": (2**30, 8.0, 4.0), "disk-in": (2**30, 8.0, 0.5)}
+
+
+def far_lines(steps, lanes):
+    for step in range(1, steps + 1):
+        line = {"step": step, "loss": 1.0}
+        for name, (nbytes, busy_s, waited_s) in lanes.items():
+            line |= {f"far/{name}/bytes": nbytes, f"far/{name}/busy_s": busy_s, f"far/{name}/waited_s": waited_s}
+        yield line
+
+
+def test_far_memory_says_how_much_of_its_time_is_hidden_and_what_would_hide_more(builder):
+    record = read_run(builder.settings().lines("metrics.jsonl", *far_lines(2, LANES)).path)
+    assert far_finding(record) == (
+        "Far memory carried 2.00 GiB a step, 72% of its time behind the layers; with `plan.boundary.every` = 2 the "
+        "link would keep up"
+    )
+    assert lane_rows(record)[0] == ("disk out", "2.00 GiB in 16.0 s, waited for 8.0 s")
+    page = draw_page(record)
+    assert "Far memory carried 2.00 GiB a step" in page
+    assert "2.00 GiB in 16.0 s, waited for 1.0 s" in page
+
+
+@pytest.mark.parametrize(
+    ("lanes", "said"),
+    [
+        ({}, ""),
+        ({"host-out": (2**20, 0, 0)}, "Far memory carried 1.0 MiB a step"),
+        ({"disk-out": (2**20, 1.0, 0.05)}, "Far memory carried 1.0 MiB a step, 95% of its time behind the layers"),
+        ({"disk-out": (2**20, 1.0, 1.0)}, "Far memory carried 1.0 MiB a step, 0% of its time behind the layers"),
+    ],
+)
+def test_far_memory_proposes_nothing_where_nothing_would_help(builder, lanes, said):
+    assert far_finding(read_run(builder.settings().lines("metrics.jsonl", *far_lines(1, lanes)).path)) == said
 
 
 def test_names_are_escaped(builder):

@@ -1,9 +1,26 @@
 """Far memory: bytes beside the device's own, written and read along two lanes, ordered by the regions themselves."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from planish.memory.lanes import Event, Lane, Medium, Transfer, mark
 from planish.memory.slab import Region, Slab
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What one lane has carried since it was made.
+
+    Attributes:
+        nbytes: Bytes moved.
+        busy_s: Seconds spent on them; 0 where a device keeps its own time.
+        waited_s: Seconds that someone waited for them.
+    """
+
+    nbytes: int = 0
+    busy_s: float = 0.0
+    waited_s: float = 0.0
 
 
 class FarTier:
@@ -47,6 +64,15 @@ class FarTier:
         region.last_read = self.inward.submit(transfer, after=after)
         self.read_bytes += target.nbytes
         return region.last_read
+
+    @property
+    def traffic(self) -> dict[str, Traffic]:
+        """What each lane did, by its name."""
+        lanes = (("out", self.outward, self.written_bytes), ("in", self.inward, self.read_bytes))
+        return {
+            f"{self.name}-{name}": Traffic(nbytes=nbytes, busy_s=lane.busy_s, waited_s=lane.waited_s)
+            for name, lane, nbytes in lanes
+        }
 
     @property
     def hidden_fraction(self) -> float | None:

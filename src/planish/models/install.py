@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from planish.errors import UsageError
+from planish.memory.far import FarTier
 from planish.methods import (
     Attention,
     Batched,
@@ -41,11 +42,19 @@ Label = Callable[[int, Tensor], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """What `install` replaced: a sentence for each part, the way back, and what keeps activations, by network."""
+    """What `install` replaced.
+
+    Attributes:
+        replaced: A sentence for each part.
+        restore: The way back, in their order.
+        keepers: What keeps activations, by network.
+        tiers: Far memory that was taken.
+    """
 
     replaced: tuple[str, ...]
     restore: tuple[Callable[[], None], ...]
     keepers: Mapping[str, Keeper]
+    tiers: tuple[FarTier, ...] = ()
 
     def undo(self) -> None:
         """Put every replaced part back, last first."""
@@ -59,6 +68,7 @@ class Part:
 
     sentence: str
     restore: Callable[[], None]
+    tiers: tuple[FarTier, ...] = ()
 
 
 def install(
@@ -130,6 +140,7 @@ def install(
         replaced=tuple(each.sentence for each in done),
         restore=tuple(each.restore for each in done),
         keepers=keepers,
+        tiers=tuple(tier for each in done for tier in each.tiers),
     )
 
 
@@ -257,7 +268,11 @@ def _offload(model: PreTrainedModel, method: Offload, *, tokens: int | None, lab
         store.close()
 
     far = len(store.boundaries.offloaded)
-    return Part(sentence=f"layers: checkpointed, {far} of {num_layers} inputs wait in far memory", restore=restore)
+    return Part(
+        sentence=f"layers: checkpointed, {far} of {num_layers} inputs wait in far memory",
+        restore=restore,
+        tiers=store.tiers,
+    )
 
 
 def _head(model: PreTrainedModel, method: Vocab) -> Part | None:

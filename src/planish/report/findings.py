@@ -1,10 +1,15 @@
 """What a run's record says, in sentences and rows; every number is the record's or computed from it."""
 
 from collections.abc import Mapping
+from math import ceil
 from statistics import median
 
-from planish.report.record import Holder, PhasePeak, RunRecord, Series
+from planish.report.record import Holder, PhasePeak, RunRecord, Series, is_number
 from planish.units import format_bytes
+
+# Of the lanes' time, what may be waited for before it is worth a word; and the coarsest choice that is proposed.
+_HIDDEN = 0.1
+_MOST_EVERY = 8
 
 
 def outcome(record: RunRecord) -> str:
@@ -56,6 +61,48 @@ def prediction_finding(record: RunRecord) -> str:
         return f"{worst.capitalize()} went {_difference(over[worst])} above its prediction ({share:.2%})"
     lowest = min(over, key=lambda phase: over[phase])
     return f"No phase went above its prediction; {lowest} stayed furthest below, by {_difference(-over[lowest])}"
+
+
+def far_finding(record: RunRecord) -> str:
+    """Return how much of far memory's time nobody waited for, and what would hide more; "" where there is none."""
+    found = lanes(record)
+    busy_s, waited_s = (sum(each[name] for each in found.values()) for name in ("busy_s", "waited_s"))
+    moved = format_bytes(int(sum(each["bytes"] for each in found.values()) / max(1, record.steps_done)))
+    if not found:
+        return ""
+    said = f"Far memory carried {moved} a step"
+    if not busy_s:
+        return said
+    said = f"{said}, {max(0.0, 1 - waited_s / busy_s):.0%} of its time behind the layers"
+    more = max(ceil(each["busy_s"] / max(1e-9, each["busy_s"] - each["waited_s"])) for each in found.values())
+    choice = record.plan.get("boundary")
+    every = choice.get("every", 1) if isinstance(choice, Mapping) else 1
+    if waited_s <= _HIDDEN * busy_s or not 1 < more <= _MOST_EVERY:
+        return said
+    return f"{said}; with `plan.boundary.every` = {every * more} the link would keep up"
+
+
+def lane_rows(record: RunRecord) -> list[tuple[str, str]]:
+    """Return (lane, what it did) for each lane of far memory."""
+    return [
+        (
+            name.replace("-", " "),
+            f"{format_bytes(int(each['bytes']))} in {each['busy_s']:.1f} s, waited for {each['waited_s']:.1f} s",
+        )
+        for name, each in lanes(record).items()
+    ]
+
+
+def lanes(record: RunRecord) -> dict[str, dict[str, float]]:
+    """Return what each lane of far memory did in all steps: bytes, seconds busy, seconds waited for."""
+    found: dict[str, dict[str, float]] = {}
+    for line in record.metrics:
+        for key, value in line.items():
+            parts = key.split("/")
+            if parts[0] == "far" and len(parts) == 3 and is_number(value):
+                lane = found.setdefault(parts[1], {"bytes": 0.0, "busy_s": 0.0, "waited_s": 0.0})
+                lane[parts[2]] = lane.get(parts[2], 0.0) + value
+    return found
 
 
 def loss_finding(record: RunRecord) -> str:

@@ -58,6 +58,7 @@ def _header(record: RunRecord) -> Iterator[Markup]:
         yield element("div", {"class": "alarm", "role": "alert"}, *parts)
     yield tiles(findings.main_numbers(record))
     lists = [("Settings", findings.main_settings(record)), ("Plan: a method for each peak", findings.plan_rows(record))]
+    lists.append((findings.far_finding(record), findings.lane_rows(record)))
     yield element("div", {"class": "lists"}, *(facts_list(title, rows) for title, rows in lists if rows))
 
 

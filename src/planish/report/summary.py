@@ -38,6 +38,7 @@ def summarize(record: RunRecord, *, page: Path, events: Path | None) -> dict[str
         "eval_loss": _ends(record.series("eval/loss")),
         "eval_bits_per_byte": _ends(record.series("eval/bits_per_byte")),
         "median_tokens_per_s": findings.middle(speed) if speed else None,
+        "far": findings.lanes(record),
         "vm_hwm_bytes": max((value for _, value in hwm), default=None),
         "notes": list(record.notes),
     }

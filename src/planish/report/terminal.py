@@ -24,7 +24,8 @@ def print_report(record: RunRecord) -> None:
         _section(console, findings.prediction_finding(record), _phases(record))
     console.print()
     speed = record.series("tokens_per_s")
-    for sentence in (findings.loss_finding(record), findings.speed_finding(speed) if speed else ""):
+    speed_said = findings.speed_finding(speed) if speed else ""
+    for sentence in (findings.loss_finding(record), speed_said, findings.far_finding(record)):
         if sentence:
             console.print(Text(sentence))
     for note in record.notes:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from planish.comm.world import ALONE, World
 from planish.data.batch import Batch
+from planish.memory.far import FarTier
 from planish.memory.ledger import Ledger
 from planish.methods import Packed, Plan
 from planish.models.anatomy import Anatomy, find
@@ -34,6 +35,7 @@ class Engine:
         facts: Reads numbers out of tensors.
         keepers: What keeps the activations of each feed-forward network that packs them.
         routing: What the routers did, where experts are pipelined.
+        tiers: Far memory that the plan's methods use.
         world: The ranks that train together.
         spread: What the other ranks take part in; None where there is one rank.
     """
@@ -46,6 +48,7 @@ class Engine:
     facts: Facts
     keepers: Mapping[str, Keeper]
     routing: Routing
+    tiers: tuple[FarTier, ...]
     world: World = ALONE
     spread: Spread | None = None
 
@@ -135,6 +138,7 @@ def build_engine(
         facts=facts,
         keepers=installed.keepers,
         routing=routing,
+        tiers=installed.tiers,
         world=world,
         spread=spread,
     )

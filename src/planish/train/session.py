@@ -16,6 +16,7 @@ from planish.data.cursor import FeedPosition
 from planish.errors import BudgetExceeded, NotFinite, PlanishError, UsageError
 from planish.memory.book import Phase
 from planish.memory.budget import as_exceeded, counted
+from planish.memory.far import Traffic
 from planish.memory.ledger import Ledger
 from planish.memory.meter import ProcessMeter
 from planish.models.load import run_device
@@ -114,6 +115,7 @@ class _Records:
         self._metrics = JsonLines(folder.metrics if folder.leads else nowhere)
         self._memory = JsonLines(folder.memory if folder.leads else nowhere)
         self._largest_bytes: dict[Phase, int] = {}
+        self._traffic: dict[str, Traffic] = {}
 
     def __enter__(self) -> "_Records":
         return self
@@ -192,10 +194,22 @@ class _Records:
                 "memory/vm_hwm_bytes": self._world.max(reading.resident_peak_bytes),
                 **report.routing,
             }
+            | self._far()
         )
         self.memory_line()
         with self._shown():
             self._view.step(report)
+
+    def _far(self) -> dict[str, float]:
+        """Return what each lane of far memory did since the last step, as metrics."""
+        found: dict[str, float] = {}
+        for lane, now in {lane: each for tier in self._job.engine.tiers for lane, each in tier.traffic.items()}.items():
+            before = self._traffic.get(lane, Traffic())
+            found[f"far/{lane}/bytes"] = now.nbytes - before.nbytes
+            found[f"far/{lane}/busy_s"] = round(now.busy_s - before.busy_s, 4)
+            found[f"far/{lane}/waited_s"] = round(now.waited_s - before.waited_s, 4)
+            self._traffic[lane] = now
+        return found
 
     def evaluate(self, step: int) -> None:
         """Evaluate, if there is held-out data."""
