@@ -57,7 +57,7 @@ def test_a_run_leaves_what_the_contract_names(train, tmp_path, text_file, family
 def test_an_upcycled_mixture_trains_with_pipelined_experts(train, tmp_path):
     """Its price is refused or not before it begins, its routing is in the metrics, and what it leaves opens."""
     moe = ["--model.moe.experts", 4, "--model.moe.top_k", 2, "--plan.dispatch", "pipelined"]
-    assert train(*moe, "--memory.budget", "1MiB")[0] == 3
+    assert train(*moe, "--memory.budget", "300KiB")[0] == 3
     assert train(*moe, "--memory.budget", "100MiB") == (0, "")
     metrics = lines(tmp_path / "run" / "metrics.jsonl")
     assert all(1.0 <= line["moe/max_over_mean"] <= 2.0 for line in metrics)
