@@ -21,7 +21,7 @@ from planish.train.predict import config_tree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mesh:
-    """What a pipeline adds to the table `[mesh]`: its ranks, each of them a world of the other axes."""
+    """What a pipeline adds to the table `[mesh]`: its ranks."""
 
     pp: Count
 
