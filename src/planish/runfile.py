@@ -26,6 +26,29 @@ class MoeSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSection:
+    """LoRA by peft: the model's own weights are frozen, each target learns a product of two thin matrices.
+
+    Attributes:
+        rank: Columns of the first and rows of the second.
+        alpha: The product is scaled by alpha / rank.
+        dropout: Share of each target's input that is dropped, in training.
+        targets: Names of linear layers, such as ["q_proj", "v_proj"]; default: all of them but the head.
+    """
+
+    rank: Count = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"`model.adapter.alpha` must be above 0, got {self.alpha}; try twice the rank.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"`model.adapter.dropout` must be in [0, 1), got {self.dropout}; 0 turns it off.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
     """Which model: exactly one of `from`, `gguf` and `config`.
 
@@ -38,6 +61,7 @@ class ModelSection:
         rope: Rotary parameters that replace the model's own, for contexts beyond its positions.
         moe: Turns a dense model into a mixture with the same function, `{experts = 8, top_k = 2}`.
         extend_positions: Raises the model's position limit to `data.context` without changing its rotary parameters.
+        adapter: Trains a LoRA adapter on the frozen model, `{rank = 16}`; the run saves it in peft's format.
     """
 
     from_: str | None = None
@@ -48,6 +72,7 @@ class ModelSection:
     rope: dict[str, Any] | None = None
     extend_positions: bool = False
     moe: MoeSection | None = None
+    adapter: AdapterSection | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in ("from_", "gguf", "config") if getattr(self, name) is not None]
@@ -56,6 +81,11 @@ class ModelSection:
             raise UsageError(
                 f"exactly one of `model.from`, `model.gguf` and `model.config` must be given, got {words}; "
                 'for example `model.from = "smollm2-135m"`.'
+            )
+        if self.adapter is not None and (self.moe is not None or self.config is not None):
+            other = "model.moe" if self.moe is not None else "model.config"
+            raise UsageError(
+                f"`model.adapter` needs weights that stay as they are on disk, and `{other}` makes new ones."
             )
 
 

@@ -72,7 +72,7 @@ class Part:
 
 
 def install(
-    model: PreTrainedModel,
+    model: nn.Module,
     plan: Plan,
     *,
     tokens: int | None = None,
@@ -89,7 +89,7 @@ def install(
     Exactness:     loss and gradients equal up to the order of summation.
 
     Args:
-        model: Any transformers causal LM.
+        model: Any transformers causal LM, or what is wrapped around one, as peft does.
         plan: One method per peak.
         tokens: Rows x context of the largest microbatch; `boundary = offload` and `activation = bitmap` size by it.
         label: Told of each boundary that is back on the device, by layer.
@@ -112,6 +112,7 @@ def install(
         'attention: sdpa -> planish'
         >>> installed.undo()
     """
+    model = _transformers_model(model)
     done: list[Part] = []
     keepers: dict[str, Keeper] = {}
 
@@ -142,6 +143,14 @@ def install(
         keepers=keepers,
         tiers=tuple(tier for each in done for tier in each.tiers),
     )
+
+
+def _transformers_model(module: nn.Module) -> PreTrainedModel:
+    """Return the outermost transformers model in `module`."""
+    found = next((each for each in module.modules() if isinstance(each, PreTrainedModel)), None)
+    if found is None:
+        raise UsageError(f"{type(module).__name__} holds no transformers model; give `install` a causal LM.")
+    return found
 
 
 def _attention(model: PreTrainedModel, method: Attention) -> Part | None:

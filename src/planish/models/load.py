@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import (
 )
 
 from planish.errors import UsageError
+from planish.models.adapter import add_adapter, base_of, merge_adapter
 from planish.models.builtin import cache_folder, convert_gguf, made_whole, model_folder
 from planish.models.rope import replace_rope
 from planish.models.upcycle import upcycle, upcycled_config
@@ -70,6 +72,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Return the causal LM in the run's dtype, on the run's device, the tokenizer checked against its vocabulary.
 
+    A folder that holds an adapter is its base model with the adapter added in.
+
     Args:
         section: Which model.
         context: Tokens in one row.
@@ -86,8 +90,13 @@ def load_model(
     if section.config is not None:
         torch.manual_seed(seed)
         return draw_model(config, section).to(device)
-    dtype = _TORCH_DTYPE[section.dtype]
     folder = _weights_folder(section)
+    base = base_of(folder)
+    if base is not None:
+        frozen = replace(section, from_=base, adapter=None)
+        model = load_model(frozen, context=context, tokenizer=tokenizer, seed=seed, on_host=on_host)
+        return merge_adapter(model, folder)
+    dtype = _TORCH_DTYPE[section.dtype]
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -102,6 +111,8 @@ def load_model(
     _check_loaded(folder, report)
     if section.moe is not None:
         model = upcycle(model, section.moe, seed=seed)
+    if section.adapter is not None:
+        add_adapter(model, section.adapter, base=str(folder.resolve()), seed=seed)
     return model.to(device)
 
 
@@ -109,7 +120,10 @@ def draw_model(config: PretrainedConfig, section: ModelSection) -> PreTrainedMod
     """Return a model of `config`, or of the mixture it becomes, in the run's dtype with weights drawn at random."""
     if section.moe is not None:
         config = upcycled_config(config, section.moe)
-    return AutoModelForCausalLM.from_config(config, dtype=_TORCH_DTYPE[section.dtype])
+    model = AutoModelForCausalLM.from_config(config, dtype=_TORCH_DTYPE[section.dtype])
+    if section.adapter is not None:
+        add_adapter(model, section.adapter, base=model.name_or_path, seed=0)
+    return model
 
 
 def _check_loaded(folder: Path, report: Mapping[str, Any]) -> None:

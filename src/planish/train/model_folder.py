@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
+from planish.models.adapter import ADAPTER_WEIGHTS, adapter_of, published_name
 from planish.peaks.optim.int8_weight import Int8Weight
 from planish.train.spread import local, reduced
 from planish.train.tensor_files import in_file_order, write_safetensors
@@ -44,19 +45,22 @@ def write_model(
     Raises:
         OSError: The disk refuses.
     """
+    adapter = adapter_of(model)
     if leads:
         _config_as_saved(model).save_pretrained(folder)
+        if adapter is not None:
+            adapter.save_pretrained(str(folder))
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
         if tokenizer is not None:
             _write_tokenizer(folder, tokenizer)
-    return _write_weights(folder, model, leads=leads)
+    return _write_weights(folder, model, leads=leads) if adapter is None else _write_adapter(folder, model, leads=leads)
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return parameters and persistent buffers as they lie in memory, an int8 weight as its parts.
 
-    Tied ones are there once, under the name that transformers keeps.
+    Tied ones are there once, under the name that transformers keeps; of a model with an adapter, the adapter's alone.
     """
     weights: dict[str, Tensor] = {}
     for name, tensor in _weights(model).items():
@@ -68,11 +72,29 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    if adapter_of(model) is not None:  # the frozen weights are where they came from
+        return {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
     ignored = model._keys_to_ignore_on_save or ()
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
     tied_first = sorted(state, key=lambda name: name not in model.all_tied_weights_keys)
     kept = {_memory(state[name]): name for name in tied_first}
     return {name: tensor for name, tensor in state.items() if not tensor.numel() or kept[_memory(tensor)] == name}
+
+
+def _write_adapter(folder: Path, model: PreTrainedModel, *, leads: bool) -> dict[str, str]:
+    stored = {name: published_name(name) for name in weights_of(model)}
+    saved = {stored[name]: tensor for name, tensor in weights_of(model).items()}
+    _write_file(folder / ADAPTER_WEIGHTS, saved, leads=leads)
+    return stored
+
+
+def _write_file(path: Path, tensors: Mapping[str, Tensor], *, leads: bool) -> None:
+    """Write `tensors` where this rank leads; elsewhere bring their shards, in the same order."""
+    if leads:
+        write_safetensors(path, tensors, {"format": "pt"})
+        return
+    for name in in_file_order(tensors):
+        reduced(tensors[name])
 
 
 def config_difference(model: PreTrainedModel, folder: Path) -> str | None:
@@ -151,11 +173,7 @@ def _write_group(
     if whole:
         group = {name: reduced(tensor) for name, tensor in group.items()}
     saved = published(model, group)
-    if leads:
-        write_safetensors(path, saved, {"format": "pt"})
-    else:
-        for name in in_file_order(saved):
-            reduced(saved[name])
+    _write_file(path, saved, leads=leads)
     memory_of = {_memory(tensor): name for name, tensor in saved.items()}
     return memory_of, {name: _memory(tensor) for name, tensor in group.items()}
 

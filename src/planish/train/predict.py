@@ -80,10 +80,15 @@ def keeps_master(run: RunFile) -> bool:
 
 def read_table(run: RunFile) -> LayerTable | None:
     """Return the table that is at hand for `run`, without torch; None where there is none."""
-    if not is_tabled(run.plan):
+    if not _is_tabled(run):
         return None
     tree = config_tree(run.model)
     return None if tree is None else _file(run, tree).read(_name(run))
+
+
+def _is_tabled(run: RunFile) -> bool:
+    """Return whether a table may answer for `run`; an adapter's frozen weights are in none."""
+    return run.model.adapter is None and is_tabled(run.plan)
 
 
 def is_tabled(plan: Plan) -> bool:
@@ -99,7 +104,7 @@ def is_tabled(plan: Plan) -> bool:
 def table_of(run: RunFile, say: Say) -> LayerTable | None:
     """Return the table for `run`, fitted and kept where it is not at hand; None where its layers cannot be one."""
     table = read_table(run)
-    if table is not None or not is_tabled(run.plan):
+    if table is not None or not _is_tabled(run):
         return table
     say("fitting this model's table of bytes (seconds, once) ...")
 
