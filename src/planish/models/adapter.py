@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 
 from planish.errors import UsageError
@@ -21,20 +22,21 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _NAME = "default"
 
 
-def add_adapter(model: PreTrainedModel, section: AdapterSection, *, base: str, seed: int) -> None:
+def add_adapter(model: PreTrainedModel, section: AdapterSection, *, base: str, seed: int | None) -> None:
     """Freeze `model` and give its targets an adapter in the model's dtype, which changes nothing yet.
 
     Args:
         model: Its linear layers are replaced.
         section: Rank, scale, dropout and targets.
         base: Where the frozen weights are, for whoever opens the adapter alone.
-        seed: Of the first matrices; the second ones are zero.
+        seed: Of the first matrices, the second ones are zero; None leaves both empty, for sketches and dry runs.
 
     Raises:
         UsageError: No peft, or targets that the model does not have.
     """
     with _peft() as peft:
-        torch.manual_seed(seed)
+        if seed is not None:
+            torch.manual_seed(seed)
         config = peft.LoraConfig(
             r=section.rank,
             lora_alpha=section.alpha,
@@ -44,12 +46,24 @@ def add_adapter(model: PreTrainedModel, section: AdapterSection, *, base: str, s
             base_model_name_or_path=base,
         )
         try:
-            peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+            with unset_fake_temporarily():  # peft moves what it makes, which fake tensors do not take
+                peft.get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=seed is None)
         except ValueError as error:
             reason = str(error).splitlines()[0]
             raise UsageError(
                 f"`model.adapter.targets` {list(section.targets)} do not fit the model: {reason}"
             ) from error
+    if seed is None:
+        _allocate(model)
+
+
+def _allocate(model: PreTrainedModel) -> None:
+    """Give the adapter's weights, which peft has left on the meta device, memory where new tensors go."""
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param.is_meta:
+                empty = torch.empty(param.shape, dtype=model.dtype)
+                setattr(module, name, torch.nn.Parameter(empty, requires_grad=param.requires_grad))
 
 
 def adapter_of(model: PreTrainedModel) -> "LoraConfig | None":

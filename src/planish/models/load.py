@@ -122,7 +122,7 @@ def draw_model(config: PretrainedConfig, section: ModelSection) -> PreTrainedMod
         config = upcycled_config(config, section.moe)
     model = AutoModelForCausalLM.from_config(config, dtype=_TORCH_DTYPE[section.dtype])
     if section.adapter is not None:
-        add_adapter(model, section.adapter, base=model.name_or_path, seed=0)
+        add_adapter(model, section.adapter, base=model.name_or_path, seed=None)
     return model
 
 
