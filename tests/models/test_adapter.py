@@ -63,7 +63,7 @@ def test_frozen_weights_hold_no_gradients_and_no_state(words):
     assert 2 * thin <= adapted["optimizer state"] <= 2 * thin + 4 * 28
     prediction = predict(run, lambda _: None)
     assert prediction.table is None
-    assert prediction.estimate.phases["backward"].categories["gradients"] == thin
+    assert prediction.estimate.phases["optimizer"].categories["gradients"] == thin
 
 
 @pytest.mark.parametrize(("changes", "sentence"), [
