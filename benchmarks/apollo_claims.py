@@ -30,7 +30,8 @@ from planish.plan.estimate import estimate
 from planish.price.apollo import MatrixShape
 from planish.price.state import optimizer_bytes, parameter_bytes, split
 from planish.price.table import LayerTable
-from planish.runfile import DataSection, ModelSection, RunFile, TrainSection
+from planish.runfile import RunFile
+from planish.sections import DataSection, ModelSection, TrainSection
 from planish.shapes import BatchShape
 from planish.train.layer_table import fit_table
 from planish.train.predict import by_dry_run

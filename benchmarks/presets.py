@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from planish.methods import Checkpoint, Packed, Plain, Plan
 from planish.models.builtin import BUILT_IN, model_folder
 from planish.price.store import PRESETS, TableFile, table_name
-from planish.runfile import ModelSection
+from planish.sections import ModelSection
 from planish.train.layer_table import fit_table
 
 _ABOUT_THE_FILE = ("_name_or_path", "architectures", "transformers_version")

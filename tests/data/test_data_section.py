@@ -7,7 +7,7 @@ import pytest
 from planish.cli.settings import describe_settings
 from planish.decode import decode
 from planish.errors import UsageError
-from planish.runfile import DataSection
+from planish.sections import DataSection
 
 
 def test_weights_are_one_positive_number_for_each_entry():

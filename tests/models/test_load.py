@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from planish.errors import UsageError
 from planish.models.builtin import made_whole
 from planish.models.load import load_config, load_model, load_tokenizer
-from planish.runfile import ModelSection
+from planish.sections import ModelSection
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from planish.cli.main import main
 from planish.errors import UsageError
 from planish.models.upcycle import upcycle
-from planish.runfile import MoeSection
+from planish.sections import MoeSection
 
 MOE = MoeSection(experts=6, top_k=2)
 

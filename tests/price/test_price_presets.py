@@ -7,7 +7,7 @@ from planish.methods import Checkpoint, Packed, Plain, Plan
 from planish.models.builtin import BUILT_IN
 from planish.price.config import read_config
 from planish.price.store import preset, table_name
-from planish.runfile import ModelSection
+from planish.sections import ModelSection
 from planish.train.layer_table import fit_table
 
 PLANS = [

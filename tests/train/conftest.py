@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from planish.comm.world import World, join
-from planish.runfile import MeshSection
+from planish.sections import MeshSection
 
 # OpenMP's threads do not survive a fork: a child that asks for the pool waits for ever.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))

@@ -12,7 +12,8 @@ from planish.comm.world import ALONE
 from planish.errors import PlanishError, UsageError
 from planish.memory.ledger import Ledger
 from planish.methods import Batched, Plain
-from planish.runfile import MeshSection, load
+from planish.runfile import load
+from planish.sections import MeshSection
 from planish.train.engine import build_engine
 from planish.train.evaluate import evaluate
 from planish.train.facts import MeasuredFacts

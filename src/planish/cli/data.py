@@ -8,7 +8,7 @@ import tyro
 
 from planish.cli.options import count, parse_plain
 from planish.errors import UsageError
-from planish.runfile import ModelSection
+from planish.sections import ModelSection
 from planish.units import format_bytes
 
 

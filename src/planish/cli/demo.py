@@ -14,7 +14,8 @@ from planish.cli.options import parse_plain
 from planish.decode import method_name, nearest
 from planish.errors import BudgetExceeded, UsageError, VerificationFailed
 from planish.methods import AdamW, Apollo, Checkpoint, Plain, Plan
-from planish.runfile import DataSection, MemorySection, ModelSection, RunFile, SaveSection, TrainSection
+from planish.runfile import RunFile
+from planish.sections import DataSection, MemorySection, ModelSection, SaveSection, TrainSection
 from planish.units import format_bytes
 
 _MODEL = "smollm2-135m"

@@ -12,7 +12,7 @@ from planish.cli.generate import model_source
 from planish.cli.options import count, parse_plain, size_bytes
 from planish.errors import UsageError
 from planish.methods import Plan
-from planish.runfile import ModelSection
+from planish.sections import ModelSection
 from planish.units import format_bytes
 
 

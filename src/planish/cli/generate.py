@@ -51,7 +51,7 @@ def generate(options: Options) -> str:
     from transformers import LogitsProcessorList
 
     from planish.models.load import load_model, load_tokenizer
-    from planish.runfile import ModelSection
+    from planish.sections import ModelSection
 
     source = model_source(options.model)
     section = ModelSection(from_=source, dtype=options.dtype)

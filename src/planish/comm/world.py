@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from planish import errors
 from planish.errors import PlanishError, UsageError, WorldFailed
-from planish.runfile import MeshSection
+from planish.sections import MeshSection
 
 # How long the ranks that are left wait for word from the others before they call them lost.
 _GRACE_S = 5.0

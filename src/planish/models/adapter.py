@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 
 from planish.errors import UsageError
-from planish.runfile import AdapterSection
+from planish.sections import AdapterSection
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -22,7 +22,7 @@ from planish.models.adapter import add_adapter, base_of, merge_adapter
 from planish.models.builtin import cache_folder, convert_gguf, made_whole, model_folder
 from planish.models.rope import replace_rope
 from planish.models.upcycle import upcycle, upcycled_config
-from planish.runfile import ModelSection
+from planish.sections import ModelSection
 
 _TORCH_DTYPE = {"bf16": torch.bfloat16, "bf16-pure": torch.bfloat16, "fp32": torch.float32}
 

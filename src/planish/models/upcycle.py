@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from planish.errors import UsageError
-from planish.runfile import MoeSection
+from planish.sections import MoeSection
 
 _SHARED = (
     "vocab_size",

@@ -16,7 +16,7 @@ from planish.methods import Plain, Plan
 from planish.models.anatomy import Anatomy, find
 from planish.models.load import draw_model, text_config
 from planish.price.table import LayerTable, Leg, Legs, Line, Lines, Pass
-from planish.runfile import ModelSection
+from planish.sections import ModelSection
 from planish.shapes import BatchShape, HeadShape, TensorShape
 from planish.train.layer_trace import Note, Place, Trace, trace
 

@@ -24,7 +24,8 @@ from planish.models.experts import find_experts, gate_of, weights_of
 from planish.models.load import draw_model
 from planish.peaks.dispatch.pipelined import sizes_of
 from planish.price.dispatch import Experts
-from planish.runfile import DataSection, ModelSection, RunFile, TrainSection
+from planish.runfile import RunFile
+from planish.sections import DataSection, ModelSection, TrainSection
 from planish.shapes import AttentionShape, BatchShape
 from planish.train.dry_run import Replay
 from planish.train.engine import Engine, build_engine

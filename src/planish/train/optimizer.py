@@ -8,7 +8,8 @@ from planish import methods
 from planish.peaks.optim.adamw import AdamW
 from planish.peaks.optim.apollo import Apollo
 from planish.price.apollo import projected_names
-from planish.runfile import RunFile, TrainSection
+from planish.runfile import RunFile
+from planish.sections import TrainSection
 from planish.train.engine import Engine
 
 

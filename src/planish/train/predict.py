@@ -16,7 +16,8 @@ from planish.models.builtin import cache_folder, model_folder
 from planish.plan.estimate import Estimate, PhasePrice, estimate
 from planish.price.store import TableFile, cached, preset, table_name
 from planish.price.table import LayerTable
-from planish.runfile import ModelSection, RunFile
+from planish.runfile import RunFile
+from planish.sections import ModelSection
 from planish.shapes import BatchShape
 
 Say = Callable[[str], None]

@@ -2,7 +2,7 @@
 
 import math
 
-from planish.runfile import TrainSection
+from planish.sections import TrainSection
 
 
 def learning_rate(train: TrainSection, step: int) -> float:
