@@ -67,6 +67,18 @@ def test_an_upcycled_mixture_trains_with_pipelined_experts(train, tmp_path):
     assert model.config.num_local_experts == 4
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "cohere"])
+def test_tied_capped_and_scaled_heads_train_as_the_plain_one(train, tmp_path, model_folder, family):
+    model, losses = model_folder(family), []
+    strategies = [("--plan.vocab.strategy", each) for each in ("gradients-in-forward", "recompute")]
+    for vocab in (("--plan.vocab", "plain"), *strategies):
+        assert train(*vocab, "--overwrite", model=model) == (0, "")
+        losses.append([line["loss"] for line in lines(tmp_path / "run" / "metrics.jsonl")])
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-4)
+
+
 def test_accumulation_is_normalised_by_all_valid_tokens(train, tmp_path, model_folder):
     """Two rows at once, and one after the other, are the same step up to the order of summation."""
     folder = model_folder()

@@ -37,6 +37,14 @@ CASES = {
     "experts fp32": ("qwen3-moe", [("plan.dispatch", "batched")]),
     "experts bf16": ("qwen3-moe", [("model.dtype", "bf16"), ("plan.boundary", "plain")]),
     "scaled logits": ("granite", [("train.clip", 0)]),
+    "scaled logits bf16, recompute head": (
+        "cohere",
+        [("plan.vocab.strategy", "recompute"), ("model.dtype", "bf16")],
+    ),
+    "bf16, gradients in forward": (
+        "llama",
+        [("plan.vocab.strategy", "gradients-in-forward"), ("model.dtype", "bf16")],
+    ),
     "boundaries on disk": ("llama", [("plan.boundary", "offload"), ("plan.boundary.disk", "1MiB")]),
     "some boundaries on disk": (
         "qwen3",

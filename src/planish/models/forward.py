@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from planish.errors import UsageError
 from planish.models.anatomy import Anatomy
 from planish.models.head import HeadLoss
 
@@ -36,6 +37,11 @@ def loss_forward(anatomy: Anatomy, head: HeadLoss) -> Callable[..., Any]:
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
+        if kwargs.get("fused_lm_head"):
+            raise UsageError(
+                "`fused_lm_head` asks for the fused head of TRL's trainer, which planish's would hide; call "
+                "`planish.install` before the trainer is made: it then puts its head over this one."
+            )
         inputs = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,

@@ -1,0 +1,28 @@
+"""What a user types: names that bring torch only when they are used, and examples that run."""
+
+import doctest
+import subprocess
+import sys
+
+import pytest
+
+import planish
+from planish.peaks.vocab import losses
+
+
+def test_examples_run():
+    outcome = doctest.testmod(losses)
+    assert (outcome.failed, outcome.attempted > 0) == (0, True)
+
+
+@pytest.mark.parametrize("name", ["linear_logprob", "linear_cross_entropy", "LinearCrossEntropy"])
+def test_public_names(name):
+    assert name in planish.__all__
+    assert getattr(planish, name) is getattr(losses, name)
+    words = losses.linear_cross_entropy.__doc__ if name == "LinearCrossEntropy" else getattr(losses, name).__doc__
+    assert all(section in words for section in ("Memory:", "Exactness:", "Args:", "Returns:", "Raises:", "Example:"))
+
+
+def test_importing_planish_brings_no_torch():
+    command = "import sys, planish; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command], check=False).returncode == 0
