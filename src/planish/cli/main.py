@@ -33,6 +33,8 @@ _TABLE_LINES = 24
 def main(argv: list[str] | None = None) -> int:
     """Run the verb that `argv` names and return the process's exit code."""
     words = sys.argv[1:] if argv is None else argv
+    if sys.stderr is None:  # closed: what would be said there goes nowhere
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the life of the process
     if sys.stdout is None:
         return _refuse(
             "planish: the standard output is closed; direct it to a file or to /dev/null.", WorldFailed.exit_code
@@ -79,9 +81,8 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _refuse(text: str, code: int) -> int:
-    if sys.stderr is not None:  # it may have been closed
-        with suppress(OSError):
-            sys.stderr.write(f"{text}\n")
+    with suppress(OSError):
+        sys.stderr.write(f"{text}\n")
     return code
 
 
@@ -121,6 +122,7 @@ def _prepare_libraries() -> None:
         "OMP_WAIT_POLICY": "PASSIVE",
         "TRANSFORMERS_VERBOSITY": "critical",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TQDM_DISABLE": "1",
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)  # noqa: TID251 - the launcher

