@@ -34,13 +34,13 @@ def draw(dtype: torch.dtype) -> list[Tensor]:
 
 
 def product(params: list[Tensor], proj_rank: int) -> Callable[[], object]:
-    """Return the one product that a projection to `proj_rank` cannot do without."""
-    projection = torch.ones(proj_rank, 768, dtype=params[0].dtype)
+    """Return the one product that a projection to `proj_rank` cannot do without; in fp32, as it is taken on a CPU."""
+    projection, grads = torch.ones(proj_rank, 768), [param.grad.float() for param in params]
 
     def run() -> None:
-        for param in params:
-            rows, cols = param.shape
-            projection @ param.grad if rows < cols else param.grad @ projection.t()
+        for grad in grads:
+            rows, cols = grad.shape
+            projection @ grad if rows < cols else grad @ projection.t()
 
     return run
 

@@ -68,12 +68,12 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def settings(folder: Path, *, context: int, plan: Plan, budget_bytes: int | None, clip: float = 1.0) -> RunFile:
+def settings(folder: Path, *, context: int, plan: Plan, budget_bytes: int | None) -> RunFile:
     """Return the demo's run file."""
     return RunFile(
         model=ModelSection(from_=_MODEL),
         data=DataSection(train=("builtin:english",), context=context),
-        train=TrainSection(steps=_STEPS, schedule="constant", clip=clip),
+        train=TrainSection(steps=_STEPS, schedule="constant"),
         memory=MemorySection(budget=budget_bytes),
         plan=plan,
         save=SaveSection(dir=folder, keep=1),
@@ -164,11 +164,16 @@ def _optimizers() -> None:
         "apollo (APOLLO-Mini)": Apollo(),
         "apollo, in backward, int8 weights": Apollo(in_backward=True, weights="int8"),
     }
-    _say("SmolLM2-135M, bf16, 512 tokens: four steps by each optimizer, everything else bounded.")
+    _say("SmolLM2-135M, fp32, 512 tokens: four steps by each optimizer, everything else bounded.")
     outcomes = []
     for name, optim in ways.items():
         _say(f"\nplan.optim = {name}")
-        run = settings(Path(), context=512, plan=Plan(optim=optim), budget_bytes=None, clip=0.0)
+        run = replace(
+            settings(Path(), context=512, plan=Plan(), budget_bytes=None),
+            model=ModelSection(from_=_MODEL, dtype="fp32"),
+            train=TrainSection(steps=4, schedule="constant", clip=0.0),
+            plan=Plan(optim=optim),
+        )
         outcomes.append(measure(run, steps=4))
         _show(outcomes[-1])
     _say("\n   another optimizer: the losses of the first two begin as one and part with the first update.")

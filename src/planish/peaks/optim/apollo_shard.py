@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from planish.peaks.optim.int8_weight import Int8Weight
@@ -50,7 +51,7 @@ def local_matrix(param: Tensor, matrix: MatrixShape) -> tuple[Tensor, LocalMatri
     Raises:
         ValueError: A parameter that is split along columns, or over several dimensions of its mesh.
     """
-    if isinstance(param, Int8Weight) or not is_traceable_wrapper_subclass(param):
+    if not _is_split(param):
         return param, _part(param, matrix)
     split = [(mesh_dim, each.dim) for mesh_dim, each in enumerate(param.placements) if each.is_shard()]
     partial = any(each.is_partial() for each in param.placements)
@@ -66,6 +67,17 @@ def local_matrix(param: Tensor, matrix: MatrixShape) -> tuple[Tensor, LocalMatri
     chunk = -(-param.shape[axis] // mesh.size(mesh_dim))
     start = min(param.shape[axis], chunk * mesh.get_local_rank(mesh_dim))
     return local, _part(local, matrix, start=start, group=mesh.get_group(mesh_dim))
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """Return what is here of `tensor`."""
+    return tensor.to_local() if _is_split(tensor) else tensor
+
+
+def _is_split(tensor: Tensor) -> bool:
+    return type(tensor) not in (Tensor, Parameter) and (
+        is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, Int8Weight)
+    )
 
 
 def _part(local: Tensor, matrix: MatrixShape, *, start: int = 0, group: dist.ProcessGroup | None = None) -> LocalMatrix:

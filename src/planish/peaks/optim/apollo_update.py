@@ -22,7 +22,7 @@ from torch.optim.adamw import adamw
 
 from planish.peaks.optim.apollo_options import ApolloOptions
 from planish.peaks.optim.apollo_random import ProjectionKey
-from planish.peaks.optim.apollo_shard import LocalMatrix, local_matrix
+from planish.peaks.optim.apollo_shard import LocalMatrix, local_matrix, to_local
 from planish.peaks.optim.apollo_workspace import Workspace, block_elements
 from planish.peaks.optim.int8_weight import Int8Step, Int8Weight
 
@@ -56,7 +56,7 @@ def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], options: Apoll
     """Update one parameter and its state in place; what is split over ranks, together with them."""
     shape = options.shape_of(param.shape)
     param, matrix = local_matrix(param, shape)
-    grad, _ = local_matrix(grad, shape)
+    grad = to_local(grad)
     if matrix.experts == 0:
         return None
     calls = int(_read(state["step"].add_(1)))
@@ -106,8 +106,9 @@ def _update_matrices(
     grad, usable = part["grad"], None
     projected, square_sum = _project(grad, projection, matrix, options, work)
     if options.limiter == "safe":
-        total = square_sum.sum((-2, -1), keepdim=True)
+        total = square_sum
         if options.granularity == "channel":
+            total = square_sum.sum((-2, -1), keepdim=True)
             matrix.sum_channels(total)
         largest = torch.finfo(total.dtype).max / matrix.dim  # up to here, squares of the projected gradient are finite
         if not on_host(grad):
@@ -200,22 +201,22 @@ def _factor(
 
     buffer = work.buffer("direction", projected.shape, projected.device, projected.dtype)
     before = _square_sum(projected, buffer, matrix, options)
+    once = 1.0
     if on_host(projected):
-        one_step = _fused_direction(projected, state, buffer, options, num_updates=num_updates, eps=eps / root2)
-        after = _square_sum(buffer, buffer, matrix, options).mul_(one_step**-2)
+        once = _fused_direction(projected, state, buffer, options, num_updates=num_updates, eps=eps / root2)
     else:
         squares = torch.mul(projected, projected, out=buffer)
         state["exp_avg"].lerp_(projected, (1 - beta1) * keep)
         state["exp_avg_sq"].lerp_(squares, (1 - beta2) * keep)
         torch.div(state["exp_avg"], torch.sqrt(state["exp_avg_sq"], out=buffer).add_(eps), out=buffer)
-        after = _square_sum(buffer, buffer, matrix, options)
+    after = _square_sum(buffer, buffer, matrix, options)
     if options.granularity == "tensor":
         matrix.sum_channels(before)
         matrix.sum_channels(after)
 
     scale = _root_of_ratio(after, before, as_number=on_host(after) and options.granularity == "tensor")
     first, last = (1.0, correction) if options.limiter == "paper" else (correction, 1.0)
-    scale = scale * first
+    scale = scale * (first / once)
     if options.limiter != "off":
         limit = _limit_on_host if on_host(square_sum) else _limit_on_device
         scale = scale * limit(_norm(scale, square_sum, matrix, options), keep, num_updates, state["norm"], options)
