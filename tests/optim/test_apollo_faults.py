@@ -1,12 +1,15 @@
 """What the published implementation gets wrong, one test a fault: here it is right."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from planish.optim import Apollo
 from planish.peaks.optim.apollo_options import ApolloOptions
+from planish.peaks.optim.apollo_random import ProjectionKey, make_projection
 
 MINI = {"proj_rank": 1, "granularity": "tensor"}
 CHANNEL = {"proj_rank": 4, "granularity": "channel"}
@@ -164,6 +167,33 @@ def test_7_a_refused_group_is_not_added():
     assert len(optimizer.param_groups) == 1
 
 
+def test_8_parameters_of_one_shape_share_a_projection_and_no_other_dimension_does():
+    """Whatever their order and group: two equal gradients move two equal weights alike."""
+    ones = [weight(), weight(), weight(16, 40)]
+    optimizer = Apollo([{"params": ones[:1]}, {"params": ones[1:]}], lr=1e-2, **MINI)
+    for param in ones:
+        param.grad = drawn(*param.shape, seed=7)
+    optimizer.step()
+    assert torch.equal(ones[0], ones[1])
+    keys = [ProjectionKey(kind="rademacher", proj_rank=1, dim=dim, seed=0, epoch=0) for dim in (16, 24)]
+    signs = [make_projection(key, torch.device("cpu"), torch.float32) for key in keys]
+    assert not torch.equal(signs[0], signs[1][:, :16])
+
+
+@pytest.mark.parametrize("options", [MINI, CHANNEL])
+@pytest.mark.parametrize("limiter", ["safe", "paper", "off"])
+def test_9_no_number_is_read_back_from_an_accelerator(limiter, options):
+    """Tensors of the meta device have no numbers: reading one would raise."""
+    params = [torch.zeros(shape, device="meta", requires_grad=True) for shape in ((16, 24), (24, 16), (3, 16, 24))]
+    optimizer = Apollo(params, lr=1e-2, weight_decay=0.1, limiter=limiter, refresh="reset", **options)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="meta"):
+        optimizer.state[params[0]]["norm"].item()
+
+
 def test_10_refresh_keeps_or_resets_the_first_moment():
     """After a refresh "keep" has moments of another projection; "reset" begins the first anew, with its own count."""
 
@@ -189,6 +219,11 @@ def test_11_safe_limiter_makes_no_dip_in_the_first_steps():
     assert min(a / b for a, b in zip(moved["paper"], moved["off"], strict=True)) < 0.9
 
 
+def test_12_importing_it_imports_neither_transformers_nor_bitsandbytes():
+    code = "import sys, planish.optim; print([m for m in ('transformers', 'bitsandbytes') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
 def test_13_weight_decay_reaches_every_group():
     def moved(weight_decay):
         projected, rest = weight(), weight(5)
@@ -209,6 +244,11 @@ def test_15_transformers_group_without_weight_decay_takes_the_constructors():
     assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.9)}
     assert ApolloOptions.of(optimizer.param_groups[1]).alpha == 2.0
     assert optimizer.param_groups[0]["proj_rank"] is None
+
+
+def test_16_an_option_without_effect_is_refused():
+    with pytest.raises(ValueError, match="`scale_front` has no meaning here"):
+        Apollo([{"params": [weight()], "rank": 1, "scale_front": True}])
 
 
 def test_17_the_update_is_the_full_gradient_scaled_and_not_a_low_rank_one():

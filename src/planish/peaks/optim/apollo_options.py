@@ -113,8 +113,10 @@ def translate_names(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return `options` with transformers' names and values for APOLLO replaced by ours; others stay as they are.
 
     Raises:
-        ValueError: Both names of one option are given.
+        ValueError: Both names of one option are given, or one that would have no effect.
     """
+    if "scale_front" in options:
+        raise ValueError("`scale_front` has no meaning here: the limiter bounds growth, which no factor changes.")
     translated = {name: value for name, value in options.items() if name not in _NAMES and name != "scale"}
     pairs = [(_NAMES[name], name, value) for name, value in options.items() if name in _NAMES]
     if options.get("scale") is not None:
