@@ -146,6 +146,10 @@ class Sums:
             summed = self._buffers[("up_sum", "down_sum")[index]]
             target.add_(torch.sum(made, 0, dtype=summed.dtype, out=summed))
 
+    def targets(self, expert: int) -> list[Tensor | None]:
+        """Return where one expert's gradients are summed."""
+        return [None if each is None else each.at(expert) for each in self._sums]
+
     def finish(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of up, down, up_bias, down_bias."""
         return tuple(None if each is None else each.finish() for each in self._sums)
@@ -172,7 +176,7 @@ class Desk:
 
     def add_outputs(self, rows: Rows, total: Tensor) -> None:
         """Add to `total` [R, D] each row's experts, weighted."""
-        buffers, flat = self._buffers, rows.scores.flatten()
+        buffers, flat, self._expert = self._buffers, rows.scores.flatten(), -1
         for expert, tile in rows.tiles(self.size):
             self._take(expert)
             num, row = tile.stop - tile.start, rows.row[tile]
@@ -202,7 +206,7 @@ class Desk:
         References:
             SonicMoE (arXiv 2512.14080), section 4: the gradient of the scores from the inner product.
         """
-        buffers, flat = self._buffers, rows.scores.flatten()
+        buffers, flat, self._expert = self._buffers, rows.scores.flatten(), -1
         for expert, tile in rows.tiles(self.size):
             self._take(expert)
             num, row, place = tile.stop - tile.start, rows.row[tile], rows.order[tile]

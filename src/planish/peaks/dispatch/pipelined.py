@@ -91,7 +91,7 @@ class _Pipelined(torch.autograd.Function):
         hidden, scores, up, down, up_bias, down_bias = operands
         weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=transposed)
         sizes = sizes_of(hidden, ids, scores, weights, options.gate)
-        buffers = _allocate(forward_buffers(sizes, len(hidden), options.tile_rows, options.block_rows), hidden, scores)
+        buffers = allocate(forward_buffers(sizes, len(hidden), options.tile_rows, options.block_rows), hidden, scores)
         desk = Desk(weights, options.gate, buffers)
         result = hidden.new_empty(hidden.shape)
         loads, blocks = np.zeros(weights.num_experts), _blocks(len(hidden), options.block_rows)
@@ -115,7 +115,7 @@ class _Pipelined(torch.autograd.Function):
         weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=ctx.transposed)
         sizes = sizes_of(hidden, ids, scores, weights, options.gate)
         listed = backward_buffers(sizes, len(hidden), options.tile_rows, options.block_rows)
-        buffers = _allocate(listed, hidden, scores)
+        buffers = allocate(listed, hidden, scores)
         desk = Desk(weights, options.gate, buffers)
         blocks = _blocks(len(hidden), options.block_rows)
         sums = Sums(weights, tuple(wanted), once=len(blocks) <= 1, buffers=buffers)
@@ -180,7 +180,8 @@ def _total(result: Tensor, buffers: Buffers) -> Tensor:
     return total.zero_()
 
 
-def _allocate(listed: dict[str, tuple[tuple[int, ...], str]], hidden: Tensor, scores: Tensor) -> Buffers:
+def allocate(listed: dict[str, tuple[tuple[int, ...], str]], hidden: Tensor, scores: Tensor) -> Buffers:
+    """Return the buffers that a price lists."""
     dtypes = {
         "given": hidden.dtype,
         "product": products_in(hidden.dtype, hidden.device),
