@@ -10,6 +10,7 @@ from typing import Annotated
 
 import tyro
 
+from planish.cli import demo_activation
 from planish.cli.options import parse_plain
 from planish.decode import method_name, nearest
 from planish.errors import BudgetExceeded, UsageError, VerificationFailed
@@ -31,7 +32,7 @@ class Options:
     """Train SmolLM2-135M on English text at 4,096 tokens, plain and bounded, and compare (minutes on two cores)."""
 
     peak: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="PEAK")] = None
-    """Show one peak alone, in a minute: attention, vocab, boundary or optim."""
+    """Show one peak alone, in a minute: attention, vocab, boundary, activation or optim."""
     dir: Path = Path("runs/demo")
     """Run folder; what an earlier demo wrote there is replaced."""
 
@@ -50,6 +51,7 @@ def main(words: list[str]) -> int:
     """Run the verb."""
     options = parse_plain(Options, words, verb="demo")
     peaks = [field.name for field in fields(Plan) if getattr(Plan(), field.name) != Plain()]
+    peaks.append("activation")
     if options.peak is not None and options.peak not in peaks:
         raise UsageError(f"no peak {options.peak!r} to show; {nearest(options.peak, peaks)}")
 
@@ -63,6 +65,8 @@ def main(words: list[str]) -> int:
         _whole(options.dir)
     elif options.peak == "optim":
         _optimizers()
+    elif options.peak == "activation":
+        demo_activation.show()
     else:
         _alone(options.peak)
     return 0

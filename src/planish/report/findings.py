@@ -170,6 +170,10 @@ def main_numbers(record: RunRecord) -> list[tuple[str, str, str]]:
         rows.append(("loss", f"{loss[-1][1]:.3f}", f"from {loss[0][1]:.3f}" if len(loss) > 1 else ""))
     if held_out:
         rows.append(("held out", f"{held_out[-1][1]:.3f}", f"{bits[-1][1]:.3f} bits per byte" if bits else ""))
+    density, saved = record.series("activation/density"), record.series("activation/saved_bytes")
+    if density and saved:
+        remark = f"from {density[0][1]:.1%}; packing them saves {format_bytes(int(saved[-1][1]))}"
+        rows.append(("activations not zero", f"{density[-1][1]:.1%}", remark))
     speed = record.series("tokens_per_s")
     if speed:
         rows.append(("tokens/s", f"{middle(speed):,.0f}", "median of all steps" if len(speed) > 1 else ""))

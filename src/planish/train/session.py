@@ -20,6 +20,7 @@ from planish.memory.far import Traffic
 from planish.memory.ledger import Ledger
 from planish.memory.meter import ProcessMeter
 from planish.models.load import run_device
+from planish.peaks.activation.keep import summary
 from planish.report.page import write_page
 from planish.report.read import read_run
 from planish.runfile import RunFile
@@ -193,6 +194,7 @@ class _Records:
                 "memory/peak_bytes": self._world.max(peak_bytes),
                 "memory/vm_hwm_bytes": self._world.max(reading.resident_peak_bytes),
                 **report.routing,
+                **summary(self._job.engine.keepers),
             }
             | self._far()
         )

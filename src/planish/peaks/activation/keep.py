@@ -6,8 +6,9 @@ Packing a tile takes itemsize * density + 1/8 bytes an element and stream; above
 `itemsize`, the next forward keeps the tile as it is, until the density has fallen below that by `_MARGIN`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -164,3 +165,23 @@ def restore(codec: Codec, kept: Kept, payload: list[Tensor], into: list[Tensor])
     bits, base = payload.pop(0), payload.pop(0)
     for each in into:
         codec.unpack(payload.pop(0), bits, base, each)
+
+
+def summary(keepers: Mapping[str, Keeper]) -> dict[str, Any]:
+    """Return what the last forwards kept, for a run's record; nothing where nothing is packed.
+
+    Returns:
+        The density of all activations together and of each network, the bytes that packing saved, and how many
+        networks were kept in each way.
+    """
+    last = [keeper.last for keeper in keepers.values()]
+    if not last:
+        return {}
+    dense_bytes = sum(each.dense_bytes for each in last)
+    return {
+        "activation/density": round(sum(each.density * each.dense_bytes for each in last) / max(1, dense_bytes), 6),
+        "activation/densities": [round(each.density, 4) for each in last],
+        "activation/dense_bytes": dense_bytes,
+        "activation/saved_bytes": sum(each.dense_bytes - each.kept_bytes for each in last),
+        **{f"activation/{kept}": sum(each.kept == kept for each in last) for kept in get_args(Kept)},
+    }
