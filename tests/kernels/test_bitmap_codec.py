@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.kernels.bitmap import BLOCK, TwinCodec, codec, num_bits_bytes, num_blocks
+from planish.kernels.bitmap import BLOCK, TorchCodec, TwinCodec, codec, num_bits_bytes, num_blocks
 from planish.kernels.bitmap_native import LEVELS, NativeCodec, describe, library_path
 
 INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -16,7 +16,7 @@ SIZES = [0, 1, 7, 8, 9, 31, 33, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17]
 def codecs():
     path = library_path()
     natives = [] if path is None else [NativeCodec(ctypes.CDLL(str(path)), level) for level in range(len(LEVELS))]
-    return [TwinCodec(), *natives]
+    return [TwinCodec(), TorchCodec(), *natives]
 
 
 def patterns(x):
@@ -60,7 +60,10 @@ def test_every_kernel_returns_every_bit(numel, density, dtype, slack, threads):
             seconds = torch.empty_like(values)
             kernels.compact(other, bits, base, seconds)
             marked = patterns(other).masked_fill(patterns(x) == 0, 0)
+            in_order = torch.equal(base, base.sort().values)
             for reader in codecs():  # whoever packed, anybody unpacks
+                if isinstance(reader, TorchCodec) and not in_order:
+                    continue
                 for stream, want in ((values, patterns(x)), (seconds, marked)):
                     out = torch.ones_like(x)
                     reader.unpack(stream[:expected].clone(), bits, base, out)

@@ -48,22 +48,12 @@ def num_blocks(numel: int) -> int:
 
 
 def codec(device: torch.device) -> Codec:
-    """Return the kernels of a device: compiled ones or NumPy on a CPU, Triton on a CUDA device.
+    """Return the kernels of a device: compiled ones or NumPy on a CPU, torch's own operations elsewhere."""
+    if device.type != "cpu":
+        return TorchCodec()
+    from planish.kernels.bitmap_native import native_codec
 
-    Raises:
-        NotImplementedError: Another device.
-    """
-    match device.type:
-        case "cpu":
-            from planish.kernels.bitmap_native import native_codec
-
-            return native_codec() or TwinCodec()
-        case "cuda":
-            from planish.kernels.bitmap_triton import TritonCodec
-
-            return TritonCodec()
-        case other:
-            raise NotImplementedError(f"activations can be packed on a CPU or a CUDA device, not on {other}.")
+    return native_codec() or TwinCodec()
 
 
 class TwinCodec:
@@ -110,10 +100,55 @@ class TwinCodec:
             piece[there] = stream[begin : begin + np.count_nonzero(there)]
 
 
-def _patterns(tensor: Tensor) -> np.ndarray:
+class TorchCodec:
+    """The same in torch's operations, for devices that have no kernels of ours; blocks lie in their order.
+
+    Memory: about ten bytes an element while it packs or unpacks.
+    """
+
+    def count(self, x: Tensor) -> int:
+        """See `Codec`."""
+        return int(torch.count_nonzero(_whole(x)))
+
+    def pack(self, x: Tensor, bits: Tensor, base: Tensor, values: Tensor) -> int:
+        """See `Codec`."""
+        whole = _whole(x)
+        there = whole != 0
+        padded = torch.nn.functional.pad(there, (0, -whole.numel() % BLOCK)).view(-1, BLOCK)
+        bits.copy_((padded.view(-1, 8) * _weights(x.device)).sum(1, dtype=torch.uint8)[: bits.numel()])
+        counts = padded.sum(1)
+        base.copy_(counts.cumsum(0) - counts)
+        total = int(counts.sum())
+        if total <= values.numel():
+            _whole(values)[:total] = whole[there]
+        return total
+
+    def compact(self, x: Tensor, bits: Tensor, base: Tensor, values: Tensor) -> None:  # noqa: ARG002
+        """See `Codec`."""
+        found = _whole(x)[_set_bits(bits, x.numel())]
+        _whole(values)[: found.numel()] = found
+
+    def unpack(self, values: Tensor, bits: Tensor, base: Tensor, out: Tensor) -> None:  # noqa: ARG002
+        """See `Codec`; for what this class packed."""
+        _whole(out).zero_().masked_scatter_(_set_bits(bits, out.numel()), _whole(values))
+
+
+def _whole(tensor: Tensor) -> Tensor:
     """Return a view of the elements as whole numbers."""
     size = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.view(-1).view(size).numpy()
+    return tensor.view(-1).view(size)
+
+
+def _weights(device: torch.device) -> Tensor:
+    return 1 << torch.arange(8, dtype=torch.uint8, device=device)
+
+
+def _set_bits(bits: Tensor, count: int) -> Tensor:
+    return (bits.unsqueeze(1) & _weights(bits.device)).ne(0).view(-1)[:count]
+
+
+def _patterns(tensor: Tensor) -> np.ndarray:
+    return _whole(tensor).numpy()
 
 
 def _marked(marks: np.ndarray, at: int, count: int) -> np.ndarray:
