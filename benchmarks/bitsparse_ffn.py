@@ -1,6 +1,6 @@
 """Claim: packed ReLU networks take less memory than any way that runs nothing twice, at no more than 5 % more time.
 
-Two parts. Stack: 8 residual networks with ReLU or ReLU^2 in bf16 at 50 and 80 % zeros, in four ways: eager autograd,
+Two parts. Stack: 8 residual networks with ReLU or ReLU^2 at 50 and 80 % zeros, in four ways: eager autograd,
 a function that keeps a dense r alone, packed, and recomputation. Peak bytes of forward and backward are the ledger's,
 above weights and gradients; outputs' and gradients' bits are compared before anything counts.
 
@@ -62,12 +62,14 @@ class DenseR(torch.autograd.Function):
 class Stack(nn.Module):
     """Residual networks x + D act(W x + b), the bias moving the share of zeros."""
 
-    def __init__(self, layers: int, hidden: int, width: int, *, squared: bool, shift: float) -> None:
+    def __init__(
+        self, layers: int, hidden: int, width: int, dtype: torch.dtype, *, squared: bool, shift: float
+    ) -> None:
         super().__init__()
         torch.manual_seed(SEED)
         self.squared = squared
-        self.inner = nn.ModuleList(nn.Linear(hidden, width, dtype=torch.bfloat16) for _ in range(layers))
-        self.down = nn.ModuleList(nn.Linear(width, hidden, bias=False, dtype=torch.bfloat16) for _ in range(layers))
+        self.inner = nn.ModuleList(nn.Linear(hidden, width, dtype=dtype) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(width, hidden, bias=False, dtype=dtype) for _ in range(layers))
         self.keepers = [Keeper(codec(CPU)) for _ in range(layers)]
         for each in self.inner:
             nn.init.normal_(each.weight, std=hidden**-0.5)
@@ -122,8 +124,9 @@ def peak_bytes(work: Callable[[], object], given: list[Tensor]) -> int:
 def stack_case(options: argparse.Namespace, *, squared: bool, zeros: float) -> dict[str, Any]:
     """Return bytes and times of one stack in every way."""
     shift = float(torch.distributions.Normal(0, 1).icdf(torch.tensor(1 - zeros)))
-    stack = Stack(options.layers, options.hidden, options.width, squared=squared, shift=shift)
-    x = torch.randn(options.tokens, options.hidden, generator=torch.Generator().manual_seed(SEED)).bfloat16()
+    dtype = getattr(torch, options.dtype)
+    stack = Stack(options.layers, options.hidden, options.width, dtype, squared=squared, shift=shift)
+    x = torch.randn(options.tokens, options.hidden, generator=torch.Generator().manual_seed(SEED)).to(dtype)
     given = [x, *stack.parameters()]
     bits = [step(stack, x, way) for way in WAYS]
     same = [all(torch.equal(a, b) for a, b in zip(bits[0], each, strict=True)) for each in bits]
@@ -184,11 +187,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--width", type=int, default=4032)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    figures: dict[str, Any] = {"tokens": options.tokens}
+    figures: dict[str, Any] = {"tokens": options.tokens, "dtype": options.dtype}
     for squared in (False, True):
         for zeros in (0.5, 0.8):
             name = f"{'relu^2' if squared else 'relu'}, {zeros:.0%} zeros"

@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--dtype", choices=["bf16", "bf16-pure", "fp32"], default="bf16")
+    parser.add_argument("--dtype", choices=["bf16", "bf16-pure", "fp32"], default="fp32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--variant", choices=["plain", "packed"])
     options = parser.parse_args()

@@ -30,7 +30,7 @@ _SIZES = {
 def show() -> None:
     """Take two steps of a small drawn nanochat in each way; losses must be the same bits."""
     _say(
-        f"A drawn nanochat of {_SIZES['num_hidden_layers']} layers with relu^2, bf16, {_CONTEXT:,} tokens of English a "
+        f"A drawn nanochat of {_SIZES['num_hidden_layers']} layers with relu^2, fp32, {_CONTEXT:,} tokens of English a "
         f"step: {_STEPS} steps with nothing checkpointed."
     )
     with tempfile.TemporaryDirectory() as name:
@@ -54,7 +54,7 @@ def _measure(config: Path, method: Activation) -> tuple[tuple[float, ...], int]:
 
     _say(f"\nplan.activation = {method_name(type(method))}")
     run = RunFile(
-        model=ModelSection(config=config, tokenizer="smollm2-135m"),
+        model=ModelSection(config=config, tokenizer="smollm2-135m", dtype="fp32"),
         data=DataSection(train=("builtin:english",), context=_CONTEXT),
         train=TrainSection(steps=_STEPS, schedule="constant"),
         plan=replace(Plan(), boundary=Plain(), activation=method),
@@ -70,7 +70,7 @@ def _measure(config: Path, method: Activation) -> tuple[tuple[float, ...], int]:
     waiting_bytes = forward.get("layer working set", 0) + forward.get("staging", 0)
     seconds = sum(report.step_s for report in reports)
     _say(
-        f"   losses {', '.join(f'{loss:.4f}' for loss in losses)}; layers hold {format_bytes(waiting_bytes)} at the end of "
+        f"   losses {', '.join(f'{loss:.4f}' for loss in losses)}; layers hold {format_bytes(waiting_bytes)} after "
         f"forward; peak of everything {format_bytes(worst.peak_bytes)}; {seconds:.0f} s"
     )
     if kept:
