@@ -8,6 +8,8 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from planish.train import predict
+
 transformers.utils.logging.disable_progress_bar()
 
 ENGLISH = Path(__file__).parents[1] / "src" / "planish" / "data" / "english.txt"
@@ -71,6 +73,15 @@ FAMILIES = {
     "cohere": ("CohereConfig", {"logit_scale": 0.25}),
     "nemotron": ("NemotronConfig", {}),
 }
+
+
+@pytest.fixture(autouse=True, scope="session")
+def tables_of_the_tests(tmp_path_factory):
+    """Keep the tables of bytes that tests fit out of the user's cache, once for all tests of a session."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(predict, "cache_folder", lambda: folder)
+        yield folder
 
 
 @pytest.fixture(scope="session")

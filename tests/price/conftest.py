@@ -1,18 +1,8 @@
-"""Tables are fitted once for all tests of a session, in a folder of their own."""
+"""Run files whose models are configs alone."""
 
 import pytest
 
 from planish.runfile import load
-from planish.train import predict
-
-
-@pytest.fixture(autouse=True, scope="session")
-def tables_of_the_tests(tmp_path_factory):
-    """Keep fitted tables in a folder of this session."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(predict, "cache_folder", lambda: folder)
-        yield folder
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def priced(kind, dtype, batch):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "context"), [(1, 7), (1, 101), (2, 229), (1, 1500)])
+@pytest.mark.parametrize(("rows", "context"), [(1, 7), (2, 229), (1, 1100)])
 def test_whole_rows_weigh_their_price(kind, dtype, rows, context):
     batch = BatchShape(rows=rows, context=context, split=False)
     assert priced(kind, dtype, batch) == measured(kind, rows, context, dtype)
@@ -76,9 +76,20 @@ def test_two_documents_weigh_their_price(kind):
     assert priced(kind, torch.bfloat16, batch) == tuple(map(max, whole, cut))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_no_documents_weigh_more_than_the_price(data):
+    assert_no_documents_weigh_more(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_no_documents_weigh_more_than_the_price_in_any_of_many(data):
+    assert_no_documents_weigh_more(data)
+
+
+def assert_no_documents_weigh_more(data):
     kind = data.draw(st.sampled_from(sorted(KINDS)))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
     rows, context = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([2, 5, 100, 129, 300, 640]))

@@ -16,7 +16,7 @@ METHODS = {
     "plain": Plain(),
     "in forward": Blocked(strategy="gradients-in-forward"),
     "recompute": Blocked(strategy="recompute"),
-    "small tile": Blocked(tile_bytes=2**20, strategy="recompute"),
+    "small tile": Blocked(tile_bytes=2**21, strategy="recompute"),
     "auto": Blocked(),
 }
 KINDS = {"bare": {}, "softcap": {"softcap": 3.0}, "scale": {"logit_scale": 0.5}, "bias": {"bias": True}}

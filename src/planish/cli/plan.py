@@ -5,7 +5,8 @@ import io
 import json
 import sys
 import tomllib
-from dataclasses import dataclass
+import traceback
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,10 +22,9 @@ from planish.errors import PlanishError, UsageError, VerificationFailed
 from planish.methods import Plan, keeps_attention
 from planish.plan.choose import Choice, advise, choose
 from planish.plan.estimate import Estimate
-from planish.price.config import read_config
 from planish.runfile import RunFile
 from planish.train.fit import context_that_fits, misfit, smallest_budget
-from planish.train.predict import Prediction, Say, by_dry_run, config_tree, predict, with_plan
+from planish.train.predict import Prediction, Say, by_dry_run, max_positions, predict
 from planish.units import format_bytes
 
 _TOLERANCE = 0.005
@@ -57,7 +57,7 @@ class Answer:
     Attributes:
         run: Every setting.
         prediction: What it will hold.
-        plain: What it would hold if nothing were bounded; None where that cannot be said.
+        plain: What it would hold if nothing were bounded.
         choice: The least bounded plan that fits, where there is a budget to fit.
         longest: The longest context that fits the budget.
         proof: What the dry run says.
@@ -66,7 +66,7 @@ class Answer:
 
     run: RunFile
     prediction: Prediction
-    plain: Estimate | None
+    plain: Estimate
     choice: Choice | None
     longest: int | None
     proof: Estimate | None
@@ -87,14 +87,25 @@ def main(words: list[str]) -> int:
         if options.pipeline:
             return pipeline.show(pipeline.answer(options.run, settings), svg=options.svg, actions=options.actions)
         return _show(_answer(options, settings, say=lambda sentence: sys.stderr.write(f"planish: {sentence}\n")))
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()) as stdout:
         try:
-            tree, error = _tree(*_parse(words))
-        except PlanishError as refused:
-            tree, error = {"error": str(refused)}, refused
-    code = 0 if error is None else error.exit_code
-    sys.stdout.write(json.dumps(tree | {"exit_code": code}) + "\n")
-    return code
+            tree = _to_json(words)
+        except SystemExit:
+            tree = {"help": stdout.getvalue(), "exit_code": 0}
+    sys.stdout.write(json.dumps(tree) + "\n")
+    return tree["exit_code"]
+
+
+def _to_json(words: list[str]) -> dict[str, Any]:
+    """Return the one object that is said: the answer, why it is no good, or what was wrong."""
+    try:
+        tree, error = _tree(*_parse(words))
+    except PlanishError as refused:
+        return {"error": str(refused), "exit_code": refused.exit_code}
+    except Exception:
+        said = "this is a fault of planish, please report it with the traceback."
+        return {"error": said, "traceback": traceback.format_exc(), "exit_code": 1}
+    return tree | ({"exit_code": 0} if error is None else {"error": str(error), "exit_code": error.exit_code})
 
 
 def _parse(words: list[str]) -> tuple[Options, list[tuple[str, Any]]]:
@@ -112,35 +123,34 @@ def _tree(options: Options, settings: list[tuple[str, Any]]) -> tuple[dict[str, 
         found = pipeline.answer(options.run, settings)
         return pipeline.to_tree(found, svg=options.svg, actions=options.actions), None
     answer = _answer(options, settings, say=lambda _: None)
-    error = _error(answer)
-    return _to_tree(answer) | ({} if error is None else {"error": str(error)}), error
+    return _to_tree(answer), _error(answer)
 
 
 def _answer(options: Options, settings: list[tuple[str, Any]], say: Say) -> Answer:
     if options.run is None and not any(name == "data.train" for name, _ in settings):
         settings = [("data.train", "builtin:english"), *settings]  # what is trained on weighs nothing
-    run = read_run(options.run, settings)
+    run, notes = _assume(read_run(options.run, settings))
     budget_bytes = run.memory.budget
     prediction = predict(run, say)
+    plans = {run.plan: prediction.estimate}
 
     def peak(plan: Plan) -> Estimate:
-        return predict(with_plan(run, plan), say).estimate
+        if plan not in plans:
+            plans[plan] = predict(replace(run, plan=plan), say).estimate
+        return plans[plan]
 
     def peak_bytes(plan: Plan) -> int:
         return peak(plan).peak_bytes
 
-    choice = None
-    if budget_bytes is not None:
-        named = _named(options.run, settings, run.plan)
-        choice = choose(peak_bytes, run.plan, named=named, budget_bytes=budget_bytes)
+    named = _named(options.run, settings, run.plan)
     return Answer(
         run=run,
         prediction=prediction,
-        plain=peak(Plan.plain()),
-        choice=choice,
+        plain=peak(replace(Plan.plain(), dispatch=run.plan.dispatch)),
+        choice=None if budget_bytes is None else choose(peak_bytes, run.plan, named=named, budget_bytes=budget_bytes),
         longest=None if budget_bytes is None else context_that_fits(run, prediction, budget_bytes),
         proof=by_dry_run(run) if options.prove else None,
-        notes=(*_notes(run), *advise(peak_bytes, run.plan, budget_bytes=budget_bytes)),
+        notes=(*notes, *advise(peak_bytes, run.plan, budget_bytes=budget_bytes)),
     )
 
 
@@ -152,15 +162,13 @@ def _named(path: Path | None, settings: list[tuple[str, Any]], plan: Plan) -> fr
     return named | {"attention"} if keeps_attention(plan.boundary) else named
 
 
-def _notes(run: RunFile) -> tuple[str, ...]:
-    tree = config_tree(run.model)
-    if tree is None:
-        return ()
-    shape, context = read_config(tree), run.data.context
-    beyond = shape.max_positions is not None and context > shape.max_positions and run.model.rope is None
-    if beyond and not run.model.extend_positions:
-        return (f"the model has {shape.max_positions:,} positions: taken as if `model.extend_positions` were set.",)
-    return ()
+def _assume(run: RunFile) -> tuple[RunFile, tuple[str, ...]]:
+    """Return `run` as it could begin, and what was assumed for that."""
+    positions = max_positions(run.model)
+    if positions is None or run.data.context <= positions or run.model.rope or run.model.extend_positions:
+        return run, ()
+    note = f"the model has {positions:,} positions: taken as if `model.extend_positions` were set."
+    return replace(run, model=replace(run.model, extend_positions=True)), (note,)
 
 
 def _error(answer: Answer) -> PlanishError | None:
@@ -184,9 +192,8 @@ def _to_tree(answer: Answer) -> dict[str, Any]:
         "plan": encode(run.plan),
         "assumed": list(answer.notes),
         "approximations": list(run.plan.approximations),
+        "plain": {"peak_bytes": answer.plain.peak_bytes, "peak_phase": answer.plain.peak_phase},
     }
-    if answer.plain is not None:
-        tree["plain"] = {"peak_bytes": answer.plain.peak_bytes, "peak_phase": answer.plain.peak_phase}
     if answer.choice is not None:
         choice = answer.choice
         tree["choice"] = {
@@ -210,7 +217,8 @@ def _show(answer: Answer) -> int:
     for sentence in (*answer.notes, *run.plan.approximations, *_verdict(answer)):
         console.print(sentence)
     plan = run.plan if answer.choice is None else answer.choice.plan
-    console.print(f"\n{plan.to_toml()}", markup=False, end="")
+    heading = "# the plan" if answer.choice is None else "# the least bounded plan, to paste into a run file"
+    console.print(f"\n{heading}\n{plan.to_toml()}", markup=False, end="")
     error = _error(answer)
     if error is not None:
         raise error
@@ -219,16 +227,17 @@ def _show(answer: Answer) -> int:
 
 def _verdict(answer: Answer) -> list[str]:
     run, found, plain = answer.run, answer.prediction.estimate, answer.plain
-    said = []
-    if plain is not None:
-        said.append(f"with nothing bounded it would be {format_bytes(plain.peak_bytes)} in {plain.peak_phase}")
+    said = [f"with nothing bounded it would be {format_bytes(plain.peak_bytes)} in {plain.peak_phase}"]
     if run.memory.budget is None:
         return [*said, f'smallest budget that would do: memory.budget = "{smallest_budget(found)}"']
     if found.peak_bytes <= run.memory.budget:
         left = format_bytes(run.memory.budget - found.peak_bytes)
         said.append(f"fits {format_bytes(run.memory.budget)} with {left} to spare")
         if answer.longest is not None:
-            said.append(f"the longest context that would fit: {answer.longest:,} tokens")
+            positions = max_positions(run.model)
+            beyond = positions is not None and answer.longest > positions
+            limit = f", beyond the model's {positions:,} positions" if beyond else ""
+            said.append(f"the longest context that would fit: {answer.longest:,} tokens{limit}")
     return [*said, *(answer.choice.reasons if answer.choice else ())]
 
 

@@ -39,6 +39,9 @@ _DEFAULT_CATEGORY: dict[Phase, Category] = {
     "resume": "staging",
 }
 
+# PyTorch asks each fake tensor for its device as often as it runs operations, and nothing is born of the answer.
+_DEVICE = torch.ops.prim.device.default
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excess:
@@ -245,9 +248,21 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` and count what it made."""
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         if any(each is not FakeTensor and is_traceable_wrapper_subclass_type(each) for each in types):
             return NotImplemented  # it comes back as operations on what is wrapped
         result = func(*args, **(kwargs or {}))
+        grown = self._take_in(result, func, args, kwargs)
+        if grown:
+            excess = self._note(grown)
+            if excess is not None:
+                del result  # the traceback keeps this frame, which must not keep the tensor
+                raise BudgetExceeded(excess.sentence, table=excess.table)
+        return result
+
+    def _take_in(self, result: Any, func: Any, args: Any, kwargs: Any) -> list[Record]:
+        """Return the records of what `func` made or resized."""
         entries = self._book.entries
         grown: list[Record] = []
         given: set[int] | None = None
@@ -262,12 +277,7 @@ class Ledger(TorchDispatchMode):
                     given = storages_given(func, args, kwargs)
                 if storage._cdata not in given:
                     grown.append(self._born(storage, tensor))
-        if grown:
-            excess = self._note(grown)
-            if excess is not None:
-                del result, tensor, storage  # the traceback keeps this frame, which must not keep the tensor
-                raise BudgetExceeded(excess.sentence, table=excess.table)
-        return result
+        return grown
 
     def _counts(self, tensor: Tensor) -> bool:
         mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None

@@ -5,13 +5,13 @@ from typing import Any
 
 from planish.methods import Plan
 from planish.price.head import head_bytes
-from planish.price.step import Moment, Sizes, moments
-from planish.price.table import LayerTable
+from planish.price.step import Moment, moments
+from planish.price.table import Holder, LayerTable
 from planish.shapes import BatchShape
 from planish.units import format_bytes
 
 _PHASES = ("init", "forward", "head", "backward", "optimizer", "eval", "save", "resume")
-_SHOWN = 4
+_SHOWN, _KEPT = 4, 20
 _LONGEST = 2**30
 
 
@@ -22,11 +22,13 @@ class PhasePrice:
     Attributes:
         peak_bytes: Bytes alive then.
         categories: Those bytes by category.
+        owners: The largest holders, largest first, at most 20.
         where: What is at work then, in words.
     """
 
     peak_bytes: int
-    categories: Sizes
+    categories: dict[str, int]
+    owners: tuple[tuple[Holder, int], ...]
     where: str
 
 
@@ -48,9 +50,9 @@ class Estimate:
 
     @property
     def owners(self) -> str:
-        """Who holds the peak: the largest categories with their bytes."""
-        sizes = sorted(self.phases[self.peak_phase].categories.items(), key=lambda item: -item[1])
-        return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes[:_SHOWN])
+        """Who holds the peak: the largest holders with their bytes."""
+        largest = self.phases[self.peak_phase].owners[:_SHOWN]
+        return ", ".join(f"{holder.category} of {holder.owner} {format_bytes(size)}" for holder, size in largest)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the estimate as plain data."""
@@ -58,7 +60,12 @@ class Estimate:
             "peak_bytes": self.peak_bytes,
             "peak_phase": self.peak_phase,
             "phases": {
-                phase: {"peak_bytes": price.peak_bytes, "categories": price.categories, "where": price.where}
+                phase: {
+                    "peak_bytes": price.peak_bytes,
+                    "categories": price.categories,
+                    "owners": [[holder.owner, holder.category, size] for holder, size in price.owners],
+                    "where": price.where,
+                }
                 for phase, price in self.phases.items()
             },
         }
@@ -81,20 +88,19 @@ def estimate(table: LayerTable, batch: BatchShape, plan: Plan, *, master: bool) 
     for moment in moments(table, batch, head, plan, master=master):
         if moment.phase not in worst or moment.total_bytes > worst[moment.phase].total_bytes:
             worst[moment.phase] = moment
-    return Estimate(
-        phases={
-            phase: PhasePrice(
-                peak_bytes=worst[phase].total_bytes,
-                categories={name: size for name, size in worst[phase].sizes.items() if size},
-                where=_where(worst[phase]),
-            )
-            for phase in _PHASES
-        }
+    return Estimate(phases={phase: _price(worst[phase]) for phase in _PHASES})
+
+
+def _price(moment: Moment) -> PhasePrice:
+    categories: dict[str, int] = {}
+    for holder, size in moment.sizes.items():
+        categories[holder.category] = categories.get(holder.category, 0) + size
+    return PhasePrice(
+        peak_bytes=moment.total_bytes,
+        categories={name: size for name, size in categories.items() if size},
+        owners=tuple(sorted(moment.sizes.items(), key=lambda item: -item[1])[:_KEPT]),
+        where=moment.doing if moment.layer is None else f"{moment.doing} of layer {moment.layer}",
     )
-
-
-def _where(moment: Moment) -> str:
-    return moment.doing if moment.layer is None else f"{moment.doing} of layer {moment.layer}"
 
 
 def longest_context(table: LayerTable, batch: BatchShape, plan: Plan, *, master: bool, budget_bytes: int) -> int | None:

@@ -1,4 +1,4 @@
-"""A training step as a walk through its moments: what is alive at each, by category, for any batch."""
+"""A training step as a walk through its moments: what is alive at each and who holds it, for any batch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,11 +8,14 @@ from planish.price import attention, state
 from planish.price.boundary import Boundaries, Depth, kept_bytes
 from planish.price.dispatch import experts_bytes, tile_rows
 from planish.price.head import HeadBytes
-from planish.price.table import LayerTable, Leg, Lines, Part, Pass
+from planish.price.table import Holder, LayerTable, Leg, Lines, Part, Pass
 from planish.shapes import BatchShape
 
-Sizes = dict[str, int]
-"""Bytes by category, named as the ledger names them."""
+Sizes = dict[Holder, int]
+
+_ATTENTION = Holder("layer working set", "attention")
+_EXPERTS = Holder("layer working set", "experts")
+_HEAD = Holder("head tiles", "the head")
 
 # What a disk keeps in memory: two slots to copy through, and room to align them.
 _RING_BYTES = 2 * 2**20 + 4096
@@ -26,7 +29,7 @@ class Moment:
         phase: Named as the ledger names it.
         layer: Number of the layer at work; None outside of the layers.
         doing: What has just been allocated for, in words.
-        sizes: Bytes alive.
+        sizes: Bytes alive, by holder.
     """
 
     phase: str
@@ -51,28 +54,38 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
         master: Whether the optimizer keeps fp32 masters of narrower parameters.
     """
     tensors = table.tensors
-    base = {
-        "parameters": state.parameter_bytes(tensors),
-        "optimizer state": state.optimizer_bytes(tensors, plan.optim, master=master),
-        "other": table.buffers_bytes,
+    base: Sizes = {
+        Holder("optimizer state", type(plan.optim).__name__): state.optimizer_bytes(tensors, plan.optim, master=master),
+        Holder("other", "buffers"): table.buffers_bytes,
     }
+    for each in tensors:
+        base = _sum(base, {Holder("parameters", each.name): state.parameter_bytes([each])})
     depth = _Depth.of(plan.boundary, table, batch)
     if depth.boundaries is not None:
-        base["staging"] = _RING_BYTES
-    walk = _Walk(table=table, batch=batch, head=head, depth=depth, dispatch=plan.dispatch, live=base)
-    walk.add({"other": batch.microbatches * state.batch_bytes(batch.tokens)})
+        base[Holder("staging", "far memory")] = _RING_BYTES
+    walk = _Walk(
+        table=table,
+        batch=batch,
+        head=head,
+        depth=depth,
+        dispatch=plan.dispatch,
+        boundary=_boundary(table),
+        live=base,
+    )
+    walk.add({Holder("other", "batch"): batch.microbatches * state.batch_bytes(batch.tokens)})
     yield walk.moment("init", None, "taking the batch")
     yield from walk.through(table.first)
     if batch.microbatches > 1:
         walk.skip(table.later, batch.microbatches - 2)
         yield from walk.through(table.later)
     update = state.update_bytes(tensors, plan.optim, master=master, microbatches=batch.microbatches)
-    yield walk.moment("optimizer", None, "updating the parameters", {"staging": update})
+    yield walk.moment("optimizer", None, "updating the parameters", {Holder("staging", "gradients"): update})
     walk.live = base
     yield from walk.through(table.evaluation)
     walk.live = base
-    yield walk.moment("save", None, "writing weights", {"staging": table.save_bytes})
-    yield walk.moment("resume", None, "reading tensors", {"staging": state.resume_bytes(tensors, master=master)})
+    yield walk.moment("save", None, "writing weights", {Holder("staging", "converted weights"): table.save_bytes})
+    read = state.resume_bytes(tensors, master=master)
+    yield walk.moment("resume", None, "reading tensors", {Holder("staging", "checkpoint"): read})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +146,7 @@ class _Walk:
     head: HeadBytes
     depth: _Depth
     dispatch: Dispatch
+    boundary: Holder
     live: Sizes
 
     def add(self, sizes: Sizes) -> None:
@@ -147,15 +161,15 @@ class _Walk:
         for part, layer, leg in which.walk(self.table.layers):
             away = self.depth.away(part, layer, leg.phase) if trained else 0
             for moment in self._leg(leg, layer, part if trained else None):
-                yield replace(moment, sizes=_sum(moment.sizes, {"boundaries": -away})) if away else moment
+                yield replace(moment, sizes=_sum(moment.sizes, {self.boundary: -away})) if away else moment
 
     def skip(self, which: Pass, times: int) -> None:
         """Leave behind what a pass does, several times."""
         before = self.live
         for _ in self.through(which):
             pass
-        change = _sum(self.live, {name: -size for name, size in before.items()})
-        self.live = _sum(before, {name: size * times for name, size in change.items()})
+        change = _sum(self.live, {holder: -size for holder, size in before.items()})
+        self.live = _sum(before, {holder: size * times for holder, size in change.items()})
 
     def _leg(self, leg: Leg, layer: int | None, part: Part | None) -> Iterator[Moment]:
         doing = "the head" if leg.phase == "head" else "around the layers" if layer is None else "inside"
@@ -174,11 +188,11 @@ class _Walk:
                 yield self._experts(leg, layer or 0)
             case "head":
                 added = head.forward if trained else head.evaluation
-                yield self.moment(leg.phase, None, "the head", {"head tiles": added})
-                self.add({"head tiles": head.kept * trained})
+                yield self.moment(leg.phase, None, "the head", {_HEAD: added})
+                self.add({_HEAD: head.kept * trained})
             case "head backward":
-                yield self.moment(leg.phase, None, "the head's gradients", {"head tiles": head.backward})
-                self.add({"head tiles": -head.kept})
+                yield self.moment(leg.phase, None, "the head's gradients", {_HEAD: head.backward})
+                self.add({_HEAD: -head.kept})
 
     def _attention(self, leg: Leg, layer: int, part: Part | None) -> Iterator[Moment]:
         """Yield the moment of a layer's attention; what it keeps is there from its forward until it is found again."""
@@ -187,9 +201,9 @@ class _Walk:
         found = leg.then == "attention" and part == "backward" and kept
         price = attention.forward_bytes if leg.then == "attention" else attention.backward_bytes
         added = 0 if found else price(shape, self.batch, self.table.head.itemsize)
-        yield self.moment(leg.phase, layer, leg.then, {"layer working set": added})
+        yield self.moment(leg.phase, layer, leg.then, {_ATTENTION: added})
         if leg.then == "attention" and part is not None:
-            self.add({"boundaries": -kept if part == "backward" else kept})
+            self.add({self.boundary: -kept if part == "backward" else kept})
 
     def _experts(self, leg: Leg, layer: int) -> Moment:
         experts, method = self.table.experts[self.table.layers[layer]], self.dispatch
@@ -199,11 +213,17 @@ class _Walk:
         rows = tile_rows(experts, method.tile_bytes)
         added = experts_bytes(experts, tokens, tile_rows=rows, block_rows=method.block_rows or tokens)
         nbytes = added.forward if leg.then == "experts" else added.backward
-        return self.moment(leg.phase, layer, leg.then, {"layer working set": nbytes})
+        return self.moment(leg.phase, layer, leg.then, {_EXPERTS: nbytes})
 
     def _at(self, lines: Lines) -> Sizes:
-        return {name: line.at(self.batch) for name, line in lines.items()}
+        return {holder: line.at(self.batch) for holder, line in lines.items()}
 
 
 def _sum(left: Sizes, right: Sizes) -> Sizes:
-    return left | {name: left.get(name, 0) + size for name, size in right.items()}
+    return left | {holder: left.get(holder, 0) + size for holder, size in right.items()}
+
+
+def _boundary(table: LayerTable) -> Holder:
+    """Return who holds the boundaries."""
+    found = (holder for legs in table.first.forward for leg in legs for holder in leg.change)
+    return next((each for each in found if each.category == "boundaries"), Holder("boundaries", "layers"))

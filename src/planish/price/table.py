@@ -31,8 +31,15 @@ class Line(NamedTuple):
         return self.fixed + per_row * batch.rows
 
 
-Lines = dict[str, Line]
-"""Bytes by category, counted from the beginning of a leg."""
+class Holder(NamedTuple):
+    """Who holds bytes: category and owner as the ledger names them, `*` for a layer's number."""
+
+    category: str
+    owner: str
+
+
+Lines = dict[Holder, Line]
+"""Bytes by holder, counted from the beginning of a leg."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +195,8 @@ class LayerTable:
 
 
 def _to_tree(lines: Lines) -> dict[str, list[int]]:
-    return {category: list(line) if any(line[2:]) else list(line[:2]) for category, line in lines.items()}
+    return {": ".join(holder): list(line) if any(line[2:]) else list(line[:2]) for holder, line in lines.items()}
 
 
 def _from_tree(tree: Mapping[str, list[int]]) -> Lines:
-    return {category: Line(*line) for category, line in tree.items()}
+    return {Holder(*name.split(": ", 1)): Line(*line) for name, line in tree.items()}

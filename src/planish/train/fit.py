@@ -49,7 +49,7 @@ def misfit(run: RunFile, prediction: Prediction) -> DoesNotFit | None:
     if budget_bytes is None or found.peak_bytes <= budget_bytes:
         return None
     longest = context_that_fits(run, prediction, budget_bytes)
-    context = "no context fits it" if longest is None else f"`data.context = {longest}` fits it"
+    context = "no context fits it" if longest is None else f"{_shortened(run, longest)} fits it"
     return DoesNotFit(
         f"{found.peak_phase} needs {format_bytes(found.peak_bytes)}, `memory.budget` is {format_bytes(budget_bytes)} "
         f'({found.owners}); the smallest budget that would do is "{smallest_budget(found)}", {context}.'
@@ -89,7 +89,17 @@ def to_tree(prediction: Prediction, budget_bytes: int | None) -> dict[str, Any]:
     return prediction.estimate.to_dict() | {"budget_bytes": budget_bytes}
 
 
+def _shortened(run: RunFile, context: int) -> str:
+    """Return the settings that give `run` rows of `context` tokens, as many as before."""
+    tokens = "" if run.train.global_tokens is None else f" with `train.global_tokens = {_global_tokens(run, context)}`"
+    return f"`data.context = {context}`{tokens}"
+
+
+def _global_tokens(run: RunFile, context: int) -> int:
+    return run.rows_per_microbatch * context * run.train.grad_accum
+
+
 def _peak_at(run: RunFile, context: int) -> int:
     """Return the peak of `run` with rows of `context` tokens, as many rows as before."""
-    train = replace(run.train, global_tokens=run.rows_per_microbatch * context * run.train.grad_accum)
+    train = replace(run.train, global_tokens=_global_tokens(run, context))
     return by_dry_run(replace(run, data=replace(run.data, context=context), train=train)).peak_bytes

@@ -15,13 +15,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from planish.methods import Plain, Plan
 from planish.models.anatomy import Anatomy, find
 from planish.models.load import draw_model, text_config
-from planish.price.table import LayerTable, Leg, Legs, Line, Lines, Pass
+from planish.price.table import Holder, LayerTable, Leg, Legs, Line, Lines, Pass
 from planish.sections import ModelSection
 from planish.shapes import BatchShape, HeadShape, TensorShape
 from planish.train.layer_trace import Note, Place, Trace, trace
 
-# (rows, context) that fix a line's coefficients, and others that check them, further out.
-_FIT, _CHECK = ((1, 40), (1, 56), (1, 72), (2, 40)), ((3, 88), (1, 1032))
+# (rows, context) that fix a line's coefficients, and one far out that checks them.
+_FIT, _CHECK = ((1, 40), (1, 56), (1, 72), (2, 40)), (3, 1032)
 
 
 class NotLinear(ValueError):
@@ -34,16 +34,16 @@ def fit_table(config: PretrainedConfig, section: ModelSection, plan: Plan, *, ro
     With plain attention it holds for batches of `rows` rows alone: several rows take other operations than one.
 
     Memory:        none for tensors.
-    Exactness:     to the byte where the checks pass: every tensor of two further shapes is on its line.
+    Exactness:     to the byte where the check passes: every tensor of another, larger batch is on its line.
 
     Raises:
-        NotLinear: The checks do not pass.
+        NotLinear: The check does not pass.
         UsageError: A model that cannot be built or cannot take the plan.
     """
     fit, check = _FIT, _CHECK
     if isinstance(plan.attention, Plain):
-        fit, check = (tuple((rows, context) for each, context in some if each == 1) for some in (_FIT, _CHECK))
-    batches = [BatchShape(rows=each, context=context) for each, context in (*fit, *check)]
+        fit, check = tuple((rows, context) for each, context in _FIT if each == 1), (rows, _CHECK[1])
+    batches = [BatchShape(rows=each, context=context) for each, context in (*fit, check)]
     with torch.device("meta"):
         whole = draw_model(config, section)
     signatures = _signatures(whole)
@@ -85,10 +85,13 @@ def _merge(named: Iterable[tuple[str, Tensor]]) -> tuple[TensorShape, ...]:
     """Return parameters as shapes, those that differ in their layer's number alone counted together."""
     counts: dict[TensorShape, int] = {}
     for name, tensor in named:
-        path = re.sub(r"\b\d+\b", "*", name)
-        shape = TensorShape(name=path, shape=tuple(tensor.shape), count=0, itemsize=tensor.element_size())
+        shape = TensorShape(name=_any_layer(name), shape=tuple(tensor.shape), count=0, itemsize=tensor.element_size())
         counts[shape] = counts.get(shape, 0) + 1
     return tuple(replace(shape, count=count) for shape, count in counts.items())
+
+
+def _any_layer(name: str) -> str:
+    return re.sub(r"\b\d+\b", "*", name)
 
 
 def _signatures(model: PreTrainedModel) -> list[Any]:
@@ -190,13 +193,14 @@ def _cut(found: Trace, lines: Sequence[Line], phase: str, number: int, num_layer
 
 def _leg(found: Trace, lines: Sequence[Line], phase: str, note: Note, after: Note) -> Leg:
     """Return what is born and dies between two notes."""
-    live: dict[str, Line] = {}
+    live: Lines = {}
     moments: list[Lines] = []
     for clock, born, index in found.events:
         if note.clock < clock <= after.clock:
-            category, sign = found.records[index].category, 1 if born else -1
-            before = live.get(category, Line())
-            live[category] = Line(*(a + sign * b for a, b in zip(before, lines[index], strict=True)))
+            record, sign = found.records[index], 1 if born else -1
+            holder = Holder(record.category, _any_layer(record.owner))
+            before = live.get(holder, Line())
+            live[holder] = Line(*(a + sign * b for a, b in zip(before, lines[index], strict=True)))
             if born:
                 moments.append(dict(live))
     then = after.what if after.begins == "marker" else ""
@@ -204,7 +208,7 @@ def _leg(found: Trace, lines: Sequence[Line], phase: str, note: Note, after: Not
 
 
 def _clean(lines: Lines) -> Lines:
-    return {category: line for category, line in lines.items() if any(line)}
+    return {holder: line for holder, line in lines.items() if any(line)}
 
 
 def _largest(moments: Sequence[Lines]) -> tuple[Lines, ...]:

@@ -14,8 +14,9 @@ from planish.errors import UsageError
 from planish.methods import Apollo, Checkpoint, Offload, Plain, Plan
 from planish.models.builtin import cache_folder, model_folder
 from planish.plan.estimate import Estimate, PhasePrice, estimate
+from planish.price.config import read_config
 from planish.price.store import TableFile, cached, preset, table_name
-from planish.price.table import LayerTable
+from planish.price.table import Holder, LayerTable
 from planish.runfile import RunFile
 from planish.sections import ModelSection
 from planish.shapes import BatchShape
@@ -84,7 +85,8 @@ def read_table(run: RunFile) -> LayerTable | None:
     if not _is_tabled(run):
         return None
     tree = config_tree(run.model)
-    return None if tree is None else _file(run, tree).read(_name(run))
+    files = [] if tree is None else [*_shipped(run), _kept(run, tree)]
+    return next((table for table in (file.read(_name(run)) for file in files) if table is not None), None)
 
 
 def _is_tabled(run: RunFile) -> bool:
@@ -123,7 +125,7 @@ def table_of(run: RunFile, say: Say) -> LayerTable | None:
         say(f"its layers are no table ({_first_line(error)}); a dry run answers instead.")
         return None
     try:
-        _file(run, config_tree(run.model) or config.to_dict()).write({_name(run): table})
+        _kept(run, config_tree(run.model) or config.to_dict()).write({_name(run): table})
     except OSError as error:
         say(f"the table could not be kept in {cache_folder()}: {error.strerror}.")
     return table
@@ -149,7 +151,13 @@ def config_tree(section: ModelSection) -> Mapping[str, Any] | None:
         raise UsageError(f"{path} is not a config that can be read: {error}") from error
 
 
-def by_dry_run(run: RunFile, *, num_layouts: int = 2) -> Estimate:
+def max_positions(section: ModelSection) -> int | None:
+    """Return the longest context that the model was made for; None where its config does not say."""
+    tree = config_tree(section)
+    return None if tree is None else read_config(tree).max_positions
+
+
+def by_dry_run(run: RunFile) -> Estimate:
     """Return each phase's peak over dry runs: whole rows, and rows cut into documents so as to hold most.
 
     Raises:
@@ -159,7 +167,7 @@ def by_dry_run(run: RunFile, *, num_layouts: int = 2) -> Estimate:
     from planish.train.layer_trace import full_batch
 
     shape = batch_shape(run)
-    layouts = [{}, {"first_document": 1, "num_valid": shape.tokens - 1}][: num_layouts if shape.context > 1 else 1]
+    layouts = [{}, {"first_document": 1, "num_valid": shape.tokens - 1}] if shape.context > 1 else [{}]
     phases: dict[str, PhasePrice] = {}
     for layout in layouts:
         batches = [full_batch(shape, **layout) for _ in range(run.train.grad_accum + 1)]
@@ -172,8 +180,12 @@ def by_dry_run(run: RunFile, *, num_layouts: int = 2) -> Estimate:
             raise NotPredictable(f"the step of this run cannot run on tensors without data ({reason}).") from error
         for phase, peak in dry.phases.items():
             if phase not in phases or peak.peak_bytes > phases[phase].peak_bytes:
-                held = ", ".join(each.owner for each in peak.owners[:3])
-                phases[phase] = PhasePrice(peak_bytes=peak.peak_bytes, categories=dict(peak.categories), where=held)
+                phases[phase] = PhasePrice(
+                    peak_bytes=peak.peak_bytes,
+                    categories=dict(peak.categories),
+                    owners=tuple((Holder(each.category, each.owner), each.total_bytes) for each in peak.owners),
+                    where=peak.owners[0].owner if peak.owners else "",
+                )
     return Estimate(phases=phases)
 
 
@@ -181,12 +193,16 @@ def _name(run: RunFile) -> str:
     return table_name(run.plan, dtype=run.model.dtype, rows=run.rows_per_microbatch)
 
 
-def _file(run: RunFile, tree: Mapping[str, Any]) -> TableFile:
-    """Return where the tables of the run's model are kept."""
+def _shipped(run: RunFile) -> list[TableFile]:
+    """Return the file of the package that holds tables of the run's very model, if there is one."""
     section = run.model
     shipped = preset(section.from_) if section.from_ else None
-    if shipped is not None and section.moe is None and section.rope is None:
-        return shipped
+    return [] if shipped is None or section.moe is not None or section.rope is not None else [shipped]
+
+
+def _kept(run: RunFile, tree: Mapping[str, Any]) -> TableFile:
+    """Return the file of the user's cache for tables of the run's model."""
+    section = run.model
     facts = {
         "config": {name: value for name, value in tree.items() if name not in _INERT},
         "rope": section.rope,
@@ -194,11 +210,6 @@ def _file(run: RunFile, tree: Mapping[str, Any]) -> TableFile:
         "positions": run.data.context if section.extend_positions or section.rope else None,
     }
     return cached(cache_folder(), facts)
-
-
-def with_plan(run: RunFile, plan: Plan) -> RunFile:
-    """Return `run` with another plan."""
-    return replace(run, plan=plan)
 
 
 def _first_line(error: Exception) -> str:
