@@ -10,7 +10,8 @@ import pytest
 from planish.plan.estimate import estimate
 from planish.price.store import PRESETS
 from planish.price.table import LayerTable
-from planish.runfile import TrainSection, load
+from planish.runfile import load
+from planish.sections import TrainSection
 from planish.train import layer_table, predict
 from planish.train.dry_run import dry_run
 from planish.train.layer_trace import full_batch
