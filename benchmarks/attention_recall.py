@@ -99,8 +99,9 @@ def main() -> None:
     """Measure both dtypes, print them and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=49152)
+    parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--folder", type=Path, default=Path())
@@ -108,9 +109,9 @@ def main() -> None:
     options = parser.parse_args()
     fix_malloc_thresholds()
     torch.set_num_threads(options.threads)
-    figures = {str(dtype): compare(options, dtype) for dtype in BARS}
-    for dtype, found in figures.items():
-        print(dtype, json.dumps({name: each for name, each in found.items() if name != "times"}, indent=2))
+    figures = {name: compare(options, getattr(torch, name)) for name in options.dtypes}
+    for name, found in figures.items():
+        print(name, json.dumps({key: each for key, each in found.items() if key != "times"}, indent=2))
     if not options.dry:
         figures |= {"tokens": options.tokens, "layers": options.layers}
         print(write_result("attention_recall", figures, seed=SEED))
