@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from planish.cli import demo
 from planish.cli.main import VERBS, main
 from planish.errors import VerificationFailed
+from planish.runfile import load
 
 
 def test_help_names_every_verb_and_imports_no_torch():
@@ -144,6 +147,23 @@ def test_demo_fails_when_losses_differ():
     demo._compare(outcome, outcome)
     with pytest.raises(VerificationFailed, match=r"losses differ by 1\.0e-02"):
         demo._compare(outcome, other)
+
+
+def test_demo_shows_every_method_for_boundaries_with_the_same_bits(model_folder, text_file, monkeypatch, capsys):
+    model = model_folder(num_hidden_layers=4)
+
+    def tiny(folder, *, context, plan, budget_bytes):
+        words = [("model.from", str(model)), ("data.train", str(text_file)), ("data.context", 128), ("train.steps", 2)]
+        return replace(load(None, words), plan=plan)
+
+    monkeypatch.setattr(demo, "settings", tiny)
+    demo._boundaries()
+    shown = capsys.readouterr().out
+    ways = ["plain", "checkpoint", "checkpoint, attention kept", "offload, attention kept"]
+    assert re.findall("plan.boundary = (.*)", shown) == ways
+    held = re.findall("(.*) held from forward to backward", shown)
+    assert len(held) == 3
+    assert "losses differ by 0.0e+00" in shown
 
 
 @pytest.mark.slow

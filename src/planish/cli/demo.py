@@ -14,7 +14,7 @@ from planish.cli import demo_activation
 from planish.cli.options import parse_plain
 from planish.decode import method_name, nearest
 from planish.errors import BudgetExceeded, UsageError, VerificationFailed
-from planish.methods import AdamW, Apollo, Checkpoint, Plain, Plan
+from planish.methods import AdamW, Apollo, Checkpoint, Offload, Plain, Plan, keeps_attention
 from planish.runfile import RunFile
 from planish.sections import DataSection, MemorySection, ModelSection, SaveSection, TrainSection
 from planish.units import format_bytes
@@ -45,6 +45,7 @@ class Outcome:
     peak_bytes: int
     peak_phase: str
     seconds: float
+    boundary_bytes: int = 0
 
 
 def main(words: list[str]) -> int:
@@ -67,6 +68,8 @@ def main(words: list[str]) -> int:
         _optimizers()
     elif options.peak == "activation":
         demo_activation.show()
+    elif options.peak == "boundary":
+        _boundaries()
     else:
         _alone(options.peak)
     return 0
@@ -102,6 +105,9 @@ def measure(run: RunFile, steps: int) -> Outcome:
         peak_bytes=worst.peak_bytes,
         peak_phase=worst.peak_phase,
         seconds=time.perf_counter() - started,
+        boundary_bytes=max(
+            peak.categories.get("boundaries", 0) for report in reports for peak in report.memory.phases.values()
+        ),
     )
 
 
@@ -150,7 +156,7 @@ def _train(run: RunFile) -> Outcome:
 
 
 def _alone(peak: str) -> None:
-    base = replace(Plan.plain(), boundary=Checkpoint()) if peak != "boundary" else Plan.plain()
+    base = replace(Plan.plain(), boundary=Checkpoint())
     method = getattr(Plan(), peak)
     _say(f"SmolLM2-135M, bf16, 2,048 tokens: one step, with `plan.{peak}` plain and {method_name(type(method))}.")
     outcomes = []
@@ -159,6 +165,24 @@ def _alone(peak: str) -> None:
         outcomes.append(measure(settings(Path(), context=2048, plan=plan, budget_bytes=None), steps=1))
         _show(outcomes[-1])
     _compare(*outcomes)
+
+
+def _boundaries() -> None:
+    """Train two steps by each method for boundaries; their losses must agree in every bit."""
+    ways = (Plain(), Checkpoint(), Checkpoint(keep_attention=True), Offload(disk=2**30, keep_attention=True))
+    _say("SmolLM2-135M, fp32, 1,024 tokens: two steps by each method, everything else bounded.")
+    outcomes = []
+    for boundary in ways:
+        kept = ", attention kept" if keeps_attention(boundary) else ""
+        _say(f"\nplan.boundary = {method_name(type(boundary))}{kept}")
+        run = settings(Path(), context=1024, plan=Plan(boundary=boundary), budget_bytes=None)
+        outcomes.append(measure(replace(run, model=replace(run.model, dtype="fp32")), steps=2))
+        _show(outcomes[-1])
+        if boundary != Plain():
+            _say(f"   {format_bytes(outcomes[-1].boundary_bytes)} held from forward to backward at a phase's peak")
+    _compare(outcomes[0], outcomes[-1])
+    if len({outcome.losses for outcome in outcomes}) > 1:
+        raise VerificationFailed("losses differ; none of these methods may change a bit.")
 
 
 def _optimizers() -> None:
