@@ -1,7 +1,11 @@
 """Packed and unpacked is the same bit pattern, by every kernel, at every size, density and thread count."""
 
 import ctypes
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,6 +103,13 @@ def test_bits_and_blocks_are_laid_out_as_documented():
         assert base.tolist() == [0, 2]
         assert (bits[0], bits[1], bits[BLOCK // 8 + 1]) == (1, 2, 1)
         assert bits.sum() == 4
+
+
+def test_triton_kernels_in_the_interpreter():
+    pytest.importorskip("triton", reason="the `triton` extra is not installed")
+    script = Path(__file__).with_name("process_triton.py")
+    command = ["env", "TRITON_INTERPRET=1", sys.executable, str(script)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "checked\n"
 
 
 def test_the_kernels_of_this_machine_are_named():

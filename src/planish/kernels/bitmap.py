@@ -5,6 +5,7 @@ and denormals are values. `bits` holds eight elements a byte, the first in the l
 stream of the first value of elements 4,096 i to 4,096 (i + 1), in whichever order blocks lie there.
 """
 
+from importlib.util import find_spec
 from math import ceil
 from typing import Protocol
 
@@ -48,7 +49,11 @@ def num_blocks(numel: int) -> int:
 
 
 def codec(device: torch.device) -> Codec:
-    """Return the kernels of a device: compiled ones or NumPy on a CPU, torch's own operations elsewhere."""
+    """Return the kernels of a device: compiled or NumPy's on a CPU, Triton's or torch's own operations elsewhere."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from planish.kernels.bitmap_triton import TritonCodec
+
+        return TritonCodec()
     if device.type != "cpu":
         return TorchCodec()
     from planish.kernels.bitmap_native import native_codec
@@ -108,11 +113,11 @@ class TorchCodec:
 
     def count(self, x: Tensor) -> int:
         """See `Codec`."""
-        return int(torch.count_nonzero(_whole(x)))
+        return int(torch.count_nonzero(as_integers(x)))
 
     def pack(self, x: Tensor, bits: Tensor, base: Tensor, values: Tensor) -> int:
         """See `Codec`."""
-        whole = _whole(x)
+        whole = as_integers(x)
         there = whole != 0
         padded = torch.nn.functional.pad(there, (0, -whole.numel() % BLOCK)).view(-1, BLOCK)
         bits.copy_((padded.view(-1, 8) * _weights(x.device)).sum(1, dtype=torch.uint8)[: bits.numel()])
@@ -120,20 +125,20 @@ class TorchCodec:
         base.copy_(counts.cumsum(0) - counts)
         total = int(counts.sum())
         if total <= values.numel():
-            _whole(values)[:total] = whole[there]
+            as_integers(values)[:total] = whole[there]
         return total
 
     def compact(self, x: Tensor, bits: Tensor, base: Tensor, values: Tensor) -> None:  # noqa: ARG002
         """See `Codec`."""
-        found = _whole(x)[_set_bits(bits, x.numel())]
-        _whole(values)[: found.numel()] = found
+        found = as_integers(x)[_set_bits(bits, x.numel())]
+        as_integers(values)[: found.numel()] = found
 
     def unpack(self, values: Tensor, bits: Tensor, base: Tensor, out: Tensor) -> None:  # noqa: ARG002
         """See `Codec`; for what this class packed."""
-        _whole(out).zero_().masked_scatter_(_set_bits(bits, out.numel()), _whole(values))
+        as_integers(out).zero_().masked_scatter_(_set_bits(bits, out.numel()), as_integers(values))
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def as_integers(tensor: Tensor) -> Tensor:
     """Return a view of the elements as whole numbers."""
     size = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.view(-1).view(size)
@@ -148,7 +153,7 @@ def _set_bits(bits: Tensor, count: int) -> Tensor:
 
 
 def _patterns(tensor: Tensor) -> np.ndarray:
-    return _whole(tensor).numpy()
+    return as_integers(tensor).numpy()
 
 
 def _marked(marks: np.ndarray, at: int, count: int) -> np.ndarray:
