@@ -6,7 +6,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -15,6 +15,7 @@ from planish.cli.options import parse_plain
 from planish.decode import method_name, nearest
 from planish.errors import BudgetExceeded, UsageError, VerificationFailed
 from planish.methods import AdamW, Apollo, Checkpoint, Offload, Plain, Plan, keeps_attention
+from planish.price.processor import has_products
 from planish.runfile import RunFile
 from planish.sections import DataSection, MemorySection, ModelSection, SaveSection, TrainSection
 from planish.units import format_bytes
@@ -78,13 +79,22 @@ def main(words: list[str]) -> int:
 def settings(folder: Path, *, context: int, plan: Plan, budget_bytes: int | None) -> RunFile:
     """Return the demo's run file."""
     return RunFile(
-        model=ModelSection(from_=_MODEL),
+        model=ModelSection(from_=_MODEL, dtype=_dtype()),
         data=DataSection(train=("builtin:english",), context=context),
         train=TrainSection(steps=_STEPS, schedule="constant"),
         memory=MemorySection(budget=budget_bytes),
         plan=plan,
         save=SaveSection(dir=folder, keep=1),
     )
+
+
+def _dtype() -> Literal["bf16", "fp32"]:
+    """Return the precision that this machine trains in at speed."""
+    return "bf16" if has_products("bfloat16") else "fp32"
+
+
+def _precision() -> str:
+    return "bf16" if _dtype() == "bf16" else "fp32 (this processor has no instructions for bf16)"
 
 
 def measure(run: RunFile, steps: int) -> Outcome:
@@ -114,7 +124,8 @@ def measure(run: RunFile, steps: int) -> Outcome:
 def _whole(folder: Path) -> None:
     plain = settings(folder, context=4096, plan=Plan.plain(), budget_bytes=_BUDGET_BYTES)
     bounded = replace(plain, plan=Plan())
-    _say(f"SmolLM2-135M, bf16, {plain.data.context:,} tokens of English a step, budget {format_bytes(_BUDGET_BYTES)}.")
+    _say(f"SmolLM2-135M, {_precision()}, {plain.data.context:,} tokens of English a step.")
+    _say(f"The budget is {format_bytes(_BUDGET_BYTES)}.")
     _say(f"\n1. {_MODEL} before training: {_PROMPT}{_continue(_MODEL)!r}")
     _say("\n2. Plain PyTorch and transformers inside the budget:")
     try:
@@ -158,7 +169,8 @@ def _train(run: RunFile) -> Outcome:
 def _alone(peak: str) -> None:
     base = replace(Plan.plain(), boundary=Checkpoint())
     method = getattr(Plan(), peak)
-    _say(f"SmolLM2-135M, bf16, 2,048 tokens: one step, with `plan.{peak}` plain and {method_name(type(method))}.")
+    ways = f"`plan.{peak}` plain and {method_name(type(method))}"
+    _say(f"SmolLM2-135M, {_precision()}, 2,048 tokens: one step, with {ways}.")
     outcomes = []
     for plan in (base, replace(base, **{peak: method})):
         _say(f"\nplan.{peak} = {method_name(type(getattr(plan, peak)))}")

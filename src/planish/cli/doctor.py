@@ -35,6 +35,7 @@ def findings() -> list[tuple[str, str]]:
     from planish.memory import allocator
     from planish.memory.meter import ProcessMeter
     from planish.models.builtin import BUILT_IN, cache_folder
+    from planish.price.processor import has_products
 
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     cached = [name for name in BUILT_IN if (cache_folder() / name / "config.json").is_file()]
@@ -46,6 +47,7 @@ def findings() -> list[tuple[str, str]]:
             "processor",
             f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
         ),
+        ("bf16 products", "by its own instructions" if has_products("bfloat16") else "slow here; fp32 trains faster"),
         ("bitmap kernels", bitmap_native.describe()),
         ("memory", format_bytes(pages * page_bytes)),
         ("peak reset", "yes" if ProcessMeter().resettable else "no: VmHWM is the peak since the process began"),

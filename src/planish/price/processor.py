@@ -23,8 +23,11 @@ def instruction_sets() -> frozenset[str]:
     return frozenset(word for key, _, value in lines if key.strip() in ("flags", "Features") for word in value.split())
 
 
+def has_products(dtype: str) -> bool:
+    """Return whether this CPU multiplies `dtype` by instructions of its own."""
+    return dtype not in _INSTRUCTIONS or any(each <= instruction_sets() for each in _INSTRUCTIONS[dtype])
+
+
 def product_dtype(dtype: str) -> str:
     """Return in which dtype a CPU makes products of `dtype`: its own if it has instructions for it, else float32."""
-    if dtype not in _INSTRUCTIONS or any(each <= instruction_sets() for each in _INSTRUCTIONS[dtype]):
-        return dtype
-    return "float32"
+    return dtype if has_products(dtype) else "float32"

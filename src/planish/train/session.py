@@ -21,6 +21,7 @@ from planish.memory.ledger import Ledger
 from planish.memory.meter import ProcessMeter
 from planish.models.load import run_device
 from planish.peaks.activation.keep import summary
+from planish.price.processor import has_products
 from planish.report.page import write_page
 from planish.report.read import read_run
 from planish.runfile import RunFile
@@ -73,6 +74,11 @@ def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMete
         view.note(changes)
     for sentence in run.plan.approximations:
         view.note(sentence)
+    if run_device().type == "cpu" and run.model.dtype != "fp32" and not has_products("bfloat16"):
+        view.note(
+            "this processor has no instructions for bf16, whose products then take five to eighty times as long; "
+            '`model.dtype = "fp32"` is faster here.'
+        )
     predicted = check_fit(run, view.note)
     ledger = Ledger(budget_bytes=run.memory.budget, on_exceed=run.memory.on_exceed)
     with ExitStack() as scope:

@@ -1,0 +1,87 @@
+"""`torchrun` as a user types it: a killed rank is named by the others, and a restarted job goes on bit for bit."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def launch(words, *, ranks, restarts=0):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [f"--max-restarts={restarts}", "--monitor-interval=0.1", "-m", "planish", "train", *words]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # noqa: TID251 - as a user would
+    )
+
+
+@pytest.fixture
+def words(model_folder, text_file, tmp_path):
+    def make(name):
+        return [
+            *("--model.from", str(model_folder("qwen3-moe"))),
+            *("--data.train", str(text_file)),
+            *("--data.context", "32"),
+            *("--train.steps", "60"),
+            *("--save.every", "5"),
+            *("--mesh.timeout-s", "20"),
+            *("--save.dir", str(tmp_path / name)),
+        ]
+
+    return make
+
+
+def lines(folder):
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def kill_one(folder, step):
+    """Kill a rank that is not the first, once `step` is written; return its process."""
+    while not any(line["step"] >= step for line in lines(folder)):
+        time.sleep(0.05)
+    table = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    found = [int(line.split()[0]) for line in table.splitlines() if str(folder) in line and "planish train" in line]
+    workers = sorted(pid for pid in found if "torch.distributed.run" not in _command(pid))
+    os.kill(workers[-1], signal.SIGKILL)
+    return workers[-1]
+
+
+def _command(pid):
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+def test_the_ranks_that_are_left_stop_and_name_the_one_that_is_lost(words, tmp_path):
+    with launch(words("run"), ranks=3) as job:
+        kill_one(tmp_path / "run", 7)
+        said, _ = job.communicate(timeout=120)
+    assert re.search(r"planish: rank \d lost:.*go on with `--resume`", said), said
+    assert re.findall(r"exitcode\s+: (-?\d+)", said).count("5") >= 1, said
+    assert (tmp_path / "run" / "latest").read_text().startswith("step-")
+
+
+def test_a_restarted_job_is_the_one_that_was_never_killed(words, tmp_path):
+    with launch(words("killed"), ranks=2, restarts=2) as job:
+        kill_one(tmp_path / "killed", 12)
+        kill_one(tmp_path / "killed", 33)
+        said, _ = job.communicate(timeout=240)
+    assert job.returncode == 0, said
+    with launch(words("whole"), ranks=2) as whole:
+        said, _ = whole.communicate(timeout=120)
+    assert whole.returncode == 0, said
+    killed, undisturbed = (
+        [(line["step"], line["loss"].hex(), line["grad_norm"].hex()) for line in lines(tmp_path / name)]
+        for name in ("killed", "whole")
+    )
+    assert killed == undisturbed
