@@ -198,23 +198,23 @@ def _boundaries() -> None:
 
 
 def _optimizers() -> None:
-    """Train a few steps by each optimizer; they agree until the first update."""
+    """Train two steps by each optimizer; they agree until the first update."""
     ways = {
         "adamw": AdamW(),
         "apollo (APOLLO-Mini)": Apollo(),
         "apollo, in backward, int8 weights": Apollo(in_backward=True, weights="int8"),
     }
-    _say("SmolLM2-135M, fp32, 512 tokens: four steps by each optimizer, everything else bounded.")
+    _say("SmolLM2-135M, fp32, 256 tokens: two steps by each optimizer, everything else bounded.")
     outcomes = []
     for name, optim in ways.items():
         _say(f"\nplan.optim = {name}")
         run = replace(
-            settings(Path(), context=512, plan=Plan(), budget_bytes=None),
+            settings(Path(), context=256, plan=Plan(), budget_bytes=None),
             model=ModelSection(from_=_MODEL, dtype="fp32"),
-            train=TrainSection(steps=4, schedule="constant", clip=0.0),
+            train=TrainSection(steps=_STEPS, schedule="constant", clip=0.0),
             plan=Plan(optim=optim),
         )
-        outcomes.append(measure(run, steps=4))
+        outcomes.append(measure(run, _STEPS))
         _show(outcomes[-1])
     _say("\n   another optimizer: the losses of the first two begin as one and part with the first update.")
     if outcomes[0].losses[0] != outcomes[1].losses[0]:
