@@ -1,6 +1,7 @@
 """Boundaries that leave the device while ranks shard the weights: the bits of plain checkpointing under FSDP2."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from planish.methods import Checkpoint, Offload, Plan
 from planish.runfile import load
 from planish.train.job import build
 from planish.train.loop import train_step
-from planish.train.predict import with_plan
 from planish.train.spread import local
 
 LAYERS = 4
@@ -37,7 +37,7 @@ def test_shards_after_two_steps_are_bitwise_those_of_plain_checkpointing(
     boundaries = [Checkpoint(), Checkpoint(keep_attention=True), Offload(**disk), Offload(**disk, keep_attention=True)]
 
     def work(world):
-        return [trained(with_plan(run, Plan(boundary=each)), world) for each in boundaries]
+        return [trained(replace(run, plan=Plan(boundary=each)), world) for each in boundaries]
 
     for (steps, shards, nothing), *ours in ranks(work, dp=2):
         assert nothing == []
