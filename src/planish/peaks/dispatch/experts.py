@@ -82,30 +82,40 @@ class Sum:
 
     def __init__(self, like: Tensor, *, once: bool) -> None:
         wide = torch.promote_types(like.dtype, torch.float32)
-        self._direct = like.dtype == wide
-        self._grad = torch.zeros_like(like) if self._direct or once else None
         self._like, self._expert = like, -1
-        if not self._direct:
-            self._wide = like.new_empty(like.shape[1:], dtype=wide) if once else like.new_zeros(like.shape, dtype=wide)
+        self._fresh = set(range(len(like)))
+        direct = like.dtype == wide
+        self._grad = torch.empty_like(like) if direct or once else None
+        self._wide = None if direct else like.new_empty(like.shape[1:] if once else like.shape, dtype=wide)
 
-    def at(self, expert: int) -> Tensor:
-        """Return where to add the next part of an expert's gradient."""
-        if self._direct:
-            return self._grad[expert]
-        if self._grad is None:
-            return self._wide[expert]
-        if expert != self._expert:
-            self._flush()
-            self._expert = expert
-            self._wide.zero_()
-        return self._wide
+    def is_fresh(self, expert: int) -> bool:
+        """Return whether nothing has been added to an expert's gradient yet."""
+        return expert in self._fresh
+
+    def at(self, expert: int, *, overwrite: bool = False) -> Tensor:
+        """Return where to add the next part of an expert's gradient, or to write the first one."""
+        if self._wide is None or self._grad is None:
+            target = (self._grad if self._wide is None else self._wide)[expert]
+        else:
+            target = self._wide
+            if expert != self._expert:
+                self._flush()
+                self._expert = expert
+        if expert in self._fresh:
+            self._fresh.remove(expert)
+            if not overwrite:
+                target.zero_()
+        return target
 
     def finish(self) -> Tensor:
         """Return the gradient in the parameter's dtype."""
+        total = self._wide if self._grad is None else self._grad
+        for expert in self._fresh:
+            total[expert].zero_()
         if self._grad is None:
-            return self._wide.to(self._like.dtype)
+            return total.to(self._like.dtype)
         self._flush()
-        return self._grad
+        return total
 
     def _flush(self) -> None:
         if self._expert >= 0:
@@ -136,11 +146,15 @@ class Sums:
         weight, bias = self._sums[index], self._sums[index + 2]
         if weight is not None:
             left, right = (given, made) if self._transposed else (made, given)
-            target = weight.at(expert)
-            if target.dtype == left.dtype:
-                target.addmm_(left.t(), right)
+            fresh = weight.is_fresh(expert)
+            target = weight.at(expert, overwrite=fresh)
+            if target.dtype != left.dtype:
+                part = torch.mm(left.t(), right, out=self._buffers[("up_part", "down_part")[index]])
+                target.copy_(part) if fresh else target.add_(part)
+            elif fresh:
+                torch.mm(left.t(), right, out=target)
             else:
-                target.add_(torch.mm(left.t(), right, out=self._buffers[("up_part", "down_part")[index]]))
+                target.addmm_(left.t(), right)
         if bias is not None:
             target = bias.at(expert)
             summed = self._buffers[("up_sum", "down_sum")[index]]
