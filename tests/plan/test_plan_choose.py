@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from planish.errors import UsageError
-from planish.methods import Blocked, Checkpoint, Offload, Packed, Plain, Plan, Tiled, keeps_attention
+from planish.methods import Blocked, Checkpoint, Offload, Packed, Plain, Plan, keeps_attention
 from planish.plan.choose import advise, choose
 
 GIB = 2**30
@@ -62,24 +61,6 @@ def test_reasons_name_what_plain_would_need():
     first, second, _ = chosen(149).reasons
     assert first == "attention = packed: plain needs 190.00 GiB, 41.00 GiB too much; now 150.00 GiB"
     assert second == "vocab = blocked: plain needs 150.00 GiB, 1.00 GiB too much; now 120.00 GiB"
-
-
-def test_networks_run_in_tiles_where_nothing_else_fits_and_that_lowers_the_peak():
-    def wide(plan):
-        return price(plan) + 7 * GIB * isinstance(plan.activation, Plain)
-
-    def refused(plan):
-        if plan.activation != Plain():
-            raise UsageError("no networks")
-        return price(plan)
-
-    choice = choose(wide, Plan(), named=frozenset(), budget_bytes=105 * GIB)
-    assert choice.plan == Plan(activation=Tiled())
-    assert choice.reasons[-1] == "activation = tiled: plain needs 107.00 GiB, 2.00 GiB too much; now 100.00 GiB"
-    assert choose(wide, Plan(), named=frozenset({"activation"}), budget_bytes=105 * GIB).plan == Plan()
-    assert choose(wide, Plan(), named=frozenset(), budget_bytes=107 * GIB).plan == Plan()
-    for other in (price, refused):
-        assert choose(other, Plan(), named=frozenset(), budget_bytes=90 * GIB).plan == Plan()
 
 
 def test_what_is_named_is_kept():

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planish.decode import method_name
-from planish.errors import UsageError
-from planish.methods import Checkpoint, Offload, Packed, Plan, Tiled, keeps_attention
+from planish.methods import Checkpoint, Offload, Packed, Plan, keeps_attention
 from planish.units import format_bytes
 
 # Packed attention saves time, a bounded head multiplies as often as a plain one, checkpointing runs each layer twice.
@@ -27,7 +26,7 @@ def choose(price: Callable[[Plan], int], bounded: Plan, *, named: frozenset[str]
     """Return the plan that bounds as little as the budget allows.
 
     The plain way is taken until it does not fit; then one peak after another is bounded, whichever costs the least
-    time first. If nothing fits, everything open is bounded, and feed-forward networks run in tiles if that helps.
+    time first. If nothing fits, everything open is bounded.
 
     Args:
         price: A plan's peak in bytes.
@@ -55,9 +54,6 @@ def choose(price: Callable[[Plan], int], bounded: Plan, *, named: frozenset[str]
             f"{peak} = {method_name(type(getattr(plan, peak)))}{kept}: plain needs {format_bytes(before)}, "
             f"{format_bytes(before - budget_bytes)} too much; now {format_bytes(peak_bytes)}"
         )
-    if peak_bytes > budget_bytes and "activation" not in named:
-        found = Choice(plan=plan, peak_bytes=peak_bytes, reasons=tuple(reasons))
-        return _in_tiles(found, price, budget_bytes)
     return Choice(plan=plan, peak_bytes=peak_bytes, reasons=tuple(reasons))
 
 
@@ -92,19 +88,3 @@ def _methods(peak: str, bounded: Plan) -> tuple[Any, ...]:
     if method == Checkpoint() and isinstance(bounded.attention, Packed):
         return replace(method, keep_attention=True), method
     return (method,)
-
-
-def _in_tiles(choice: Choice, price: Callable[[Plan], int], budget_bytes: int) -> Choice:
-    """Return `choice` with feed-forward networks in tiles, which run once more then, where that lowers the peak."""
-    plan = replace(choice.plan, activation=Tiled())
-    try:
-        peak_bytes = price(plan)
-    except UsageError:  # no network of known parts, or a step that only a real run can take
-        return choice
-    if peak_bytes >= choice.peak_bytes:
-        return choice
-    reason = (
-        f"activation = tiled: plain needs {format_bytes(choice.peak_bytes)}, "
-        f"{format_bytes(choice.peak_bytes - budget_bytes)} too much; now {format_bytes(peak_bytes)}"
-    )
-    return Choice(plan=plan, peak_bytes=peak_bytes, reasons=(*choice.reasons, reason))
