@@ -57,12 +57,10 @@ def main(words: list[str]) -> int:
     if options.peak is not None and options.peak not in peaks:
         raise UsageError(f"no peak {options.peak!r} to show; {nearest(options.peak, peaks)}")
 
-    from planish.memory.allocator import fix_malloc_thresholds
     from planish.train.run_folder import open_run_folder
 
     with open_run_folder(options.dir, resume=False, overwrite=(options.dir / "run.toml").exists()):
         pass  # refused now, and not after minutes
-    fix_malloc_thresholds()
     if options.peak is None:
         _whole(options.dir)
     elif options.peak == "optim":
@@ -123,7 +121,7 @@ def measure(run: RunFile, steps: int) -> Outcome:
 
 def _whole(folder: Path) -> None:
     plain = settings(folder, context=4096, plan=Plan.plain(), budget_bytes=_BUDGET_BYTES)
-    bounded = replace(plain, plan=Plan())
+    bounded = replace(plain, plan=Plan(boundary=Checkpoint(keep_attention=True)))  # the budget has room for that
     _say(f"SmolLM2-135M, {_precision()}, {plain.data.context:,} tokens of English a step.")
     _say(f"The budget is {format_bytes(_BUDGET_BYTES)}.")
     _say(f"\n1. {_MODEL} before training: {_PROMPT}{_continue(_MODEL)!r}")
