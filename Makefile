@@ -2,17 +2,18 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
-READY := $(VENV)/.ready
+INSTALL := $(RUN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+SOURCES := pyproject.toml constraints.txt src/planish/kernels/bitmap.cpp
 
 .PHONY: demo test check nightly clean
 
-demo: $(READY)
+demo: $(VENV)/.planish
 	$(RUN)/planish demo
 
 test: check
 	$(RUN)/python -m pytest
 
-check: $(READY)
+check: $(VENV)/.test
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/lint-imports
@@ -21,10 +22,14 @@ check: $(READY)
 nightly: check
 	$(RUN)/python -m pytest -m "slow or not slow" --timeout 3600
 
-$(READY): pyproject.toml constraints.txt src/planish/kernels/bitmap.cpp
+$(VENV)/.test: $(VENV)/.planish
+	$(INSTALL) '.[test]'
+	touch $@
+
+$(VENV)/.planish: $(SOURCES)
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "planish needs Python 3.11 or newer; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	$(INSTALL) .
 	touch $@
 
 clean:

@@ -43,14 +43,15 @@ class _MallInfo(ctypes.Structure):
 def fix_malloc_thresholds(threshold_bytes: int = _DEFAULT_BYTES) -> MallocSetting:
     """Make malloc give blocks of `threshold_bytes` and more back to the system as soon as they are freed.
 
-    For the whole process and for good; call it before the first tensor, since what is free in the heap by then still
-    serves large blocks. Another malloc may have been loaded in front of glibc's: that is found out by a trial block.
+    For the whole process and for good; what is free in the heap by then goes back too, but its addresses still serve
+    large blocks, so call it before the first tensor. Another malloc may have been loaded in front of glibc's: that is found out by a trial block.
 
     Args:
         threshold_bytes: Smallest block with pages of its own.
     """
     libc, reason = _glibc()
     if libc is not None:
+        libc.malloc_trim(0)
         accepted = [libc.mallopt(name, threshold_bytes) for name in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)]
         if accepted != [1, 1]:
             reason = f"glibc refused a threshold of {format_bytes(threshold_bytes)}"
@@ -83,6 +84,7 @@ def _glibc() -> tuple[ctypes.CDLL | None, str]:
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
+    libc.malloc_trim.argtypes = [ctypes.c_size_t]
     return libc, f"glibc {version().decode()}"
 
 
