@@ -44,7 +44,8 @@ def fix_malloc_thresholds(threshold_bytes: int = _DEFAULT_BYTES) -> MallocSettin
     """Make malloc give blocks of `threshold_bytes` and more back to the system as soon as they are freed.
 
     For the whole process and for good; what is free in the heap by then goes back too, but its addresses still serve
-    large blocks, so call it before the first tensor. Another malloc may have been loaded in front of glibc's: that is found out by a trial block.
+    large blocks, so call it before the first tensor. Another malloc may have been loaded in front of glibc's: that is
+    found out by a trial block.
 
     Args:
         threshold_bytes: Smallest block with pages of its own.
