@@ -1,12 +1,12 @@
 """Measures and crashes in forked processes: they start in milliseconds, since torch is loaded already."""
 
+import functools
 import os
 import pickle
 import re
 import socket
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,11 @@ os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 def run_in_child(work: Callable[[], Any]) -> Any:
     """Return what `work` returns in a forked process."""
+    return answer_of(*start_child(work))
+
+
+def start_child(work: Callable[[], Any]) -> tuple[int, int]:
+    """Fork a process for `work`; return its number and where its answer comes from. Only the main thread may fork."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -33,9 +38,16 @@ def run_in_child(work: Callable[[], Any]) -> Any:
             pickle.dump(answer, file)
         os._exit(0)
     os.close(write)
+    return child, read
+
+
+def answer_of(child: int, read: int) -> Any:
+    """Return what a child has answered, once it has."""
     with os.fdopen(read, "rb") as answer:
         data = answer.read()
-    os.waitpid(child, 0)
+    _, status = os.waitpid(child, 0)
+    if not data:
+        raise AssertionError(f"a child ended with {os.waitstatus_to_exitcode(status)} and without an answer")
     result, error = pickle.loads(data)
     if error is not None:
         raise AssertionError(f"a child failed:\n{error}")
@@ -56,8 +68,8 @@ def run_ranks(work: Callable[[World], Any], *, dp: int = 1, replicate: int = 1, 
         with join(mesh, device_type="cpu") as world:
             return work(world)
 
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(lambda rank: run_in_child(lambda: take_part(rank)), range(size)))
+    children = [start_child(functools.partial(take_part, rank)) for rank in range(size)]
+    return [answer_of(*child) for child in children]
 
 
 def measure_peak(work: Callable[[], object], warm_up: Callable[[], object]) -> int:
