@@ -7,24 +7,11 @@ import sys
 
 import pytest
 
-from planish.cli.main import main
 from planish.methods import Checkpoint, Plan
 from planish.train import predict
 
 SETTINGS = ("data.context", "train.global_tokens")
 BUILT_IN = ["plan", "--model.from", "smollm2-135m", "--data.context", "4096"]
-
-
-@pytest.fixture
-def plan(capsys):
-    """Return (*words) -> (exit code, stdout, stderr)."""
-
-    def run(*words):
-        code = main([*map(str, words)])
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return run
 
 
 @pytest.fixture

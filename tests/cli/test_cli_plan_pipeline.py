@@ -9,24 +9,11 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from planish.cli.main import main
 from planish.pipeline.schedule import Schedule
 from planish.pipeline.validate import validate
 
 BUILT_IN = ["plan", "--pipeline", "--model.from", "smollm2-135m", "--data.context", "4096"]
 FOUR = [*BUILT_IN, "--mesh.pp", "4", "--train.grad-accum", "12"]
-
-
-@pytest.fixture
-def plan(capsys):
-    """Return (*words) -> (exit code, stdout, stderr)."""
-
-    def run(*words):
-        code = main([*map(str, words)])
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return run
 
 
 def test_it_answers_at_once_and_without_torch():

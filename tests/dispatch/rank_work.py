@@ -41,13 +41,18 @@ def draw(tokens, *, num_experts, top_k, routing, hidden_size=4, width=6, dtype=t
     return parts, up, down
 
 
-def layer(group, *, tokens, block_rows, balance, tile_rows=5, steps=1, max_tokens=None, **problem):
-    """Return this rank's (result, gradients, loads), after `steps` alike."""
+def own_part(group, tokens, **problem):
+    """Return all experts, this rank's leaves (hidden, scores, up, down), its ids and its upstream gradient."""
     parts, up, down = draw(tokens, **problem)
     hidden, ids, scores, upstream = parts[group.rank()]
     bounds = native_bounds(len(up), group.size())
     mine = slice(bounds[group.rank()], bounds[group.rank() + 1])
-    leaves = [each.clone().requires_grad_() for each in (hidden, scores, up[mine], down[mine])]
+    return up, [each.clone().requires_grad_() for each in (hidden, scores, up[mine], down[mine])], ids, upstream
+
+
+def layer(group, *, tokens, block_rows, balance, tile_rows=5, steps=1, max_tokens=None, **problem):
+    """Return this rank's (result, gradients, loads), after `steps` alike."""
+    up, leaves, ids, upstream = own_part(group, tokens, **problem)
     ranks = Ranks(
         group=group,
         num_experts=len(up),
@@ -76,11 +81,7 @@ def settled(ledger):
 
 def peaks(group, *, tokens, block_rows, balance, **problem):
     """Return this rank's peaks (forward, backward), and the bytes alive after the second and the last step."""
-    parts, up, down = draw(tokens, **problem)
-    hidden, ids, scores, upstream = parts[group.rank()]
-    bounds = native_bounds(len(up), group.size())
-    mine = slice(bounds[group.rank()], bounds[group.rank() + 1])
-    leaves = [each.clone().requires_grad_() for each in (hidden, scores, up[mine], down[mine])]
+    up, leaves, ids, upstream = own_part(group, tokens, **problem)
     ranks = Ranks(
         group=group,
         num_experts=len(up),
