@@ -58,15 +58,25 @@ class Batched:
 class Pipelined:
     """Experts in tiles of fixed bytes, computed again in backward: memory that no routing changes (PipelinedLLEP).
 
-    Where the model has no experts it changes nothing.
+    Where the model has no experts it changes nothing. With `mesh.ep` tokens travel to the ranks that hold their
+    experts, and ranks with little to do borrow experts of those with much.
 
     Attributes:
         tile_bytes: Of the routes of one expert that are at work at once.
-        block_rows: Tokens whose sums over experts are formed at once, in fp32; default: a whole microbatch.
+        block_rows: Tokens whose sums over experts are formed at once, in fp32; default: a whole microbatch. With
+            `mesh.ep`, tokens that one rank sends or receives at once; default: a microbatch, or 4,096 if that is less.
+        borrow: Experts of other ranks that one rank can hold; with 0 no expert leaves its rank.
+        borrow_routes: A smaller share of an expert is not lent, unless nothing else of it is left.
     """
 
     tile_bytes: Bytes = 32 * 2**20
     block_rows: Count | None = None
+    borrow: int = 4
+    borrow_routes: Count = 1024
+
+    def __post_init__(self) -> None:
+        if self.borrow < 0:
+            raise ValueError(f"`plan.dispatch.borrow` must be 0 or more, got {self.borrow}; 0 lends no expert.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import tomli_w
 
 from planish.decode import decode, encode, fields_of
 from planish.errors import UsageError
-from planish.methods import Apollo, Plan
+from planish.methods import Apollo, Pipelined, Plan
 from planish.sections import DataSection, MemorySection, MeshSection, ModelSection, SaveSection, TrainSection
 
 
@@ -45,6 +45,11 @@ class RunFile:
 
         if isinstance(self.plan.optim, Apollo):
             self._check_apollo(self.plan.optim)
+        if self.mesh.ep > 1 and not isinstance(self.plan.dispatch, Pipelined):
+            raise ValueError(
+                f"`mesh.ep` ({self.mesh.ep}) spreads experts, which `plan.dispatch` = pipelined alone can run; set it, "
+                "or leave `mesh.ep` out."
+            )
 
     @property
     def rows_per_microbatch(self) -> int:

@@ -194,16 +194,20 @@ class MeshSection:
     Attributes:
         dp: Ranks over which weights, gradients and optimizer state are sharded; default: all that are left.
         replicate: Groups of such ranks that hold the same shards; with `dp = 1`, each rank holds everything.
+        ep: Ranks of `dp` over which the experts of a layer are spread; tokens travel to them.
         timeout_s: Seconds after which a rank that does not answer is lost.
     """
 
     dp: Count | None = None
     replicate: Count = 1
+    ep: Count = 1
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"`mesh.timeout_s` must be above 0, got {self.timeout_s}; try 600.")
+        if self.dp is not None and self.dp % self.ep:
+            raise ValueError(f"`mesh.ep` ({self.ep}) must divide `mesh.dp` ({self.dp}); one of {_divisors(self.dp)}.")
 
     @property
     def size(self) -> int:
@@ -227,11 +231,15 @@ class MeshSection:
                 f"started; set `mesh.dp = {max(1, size // self.replicate)}` or start {self.size} with `torchrun`."
             )
         if size % self.replicate:
-            legal = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
             raise ValueError(
-                f"`mesh.replicate` ({self.replicate}) must divide the {size} ranks that were started; one of {legal}."
+                f"`mesh.replicate` ({self.replicate}) must divide the {size} ranks that were started; "
+                f"one of {_divisors(size)}."
             )
         return replace(self, dp=size // self.replicate)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

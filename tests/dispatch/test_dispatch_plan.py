@@ -72,8 +72,9 @@ def test_what_was_sent_twice_elsewhere_is_held_once():
 
 
 def test_native_experts_need_not_divide_by_ranks():
-    assert native_bounds(7, 3) == (0, 3, 5, 7)
+    assert native_bounds(7, 3) == (0, 3, 6, 7)
     assert native_bounds(2, 4) == (0, 1, 2, 2, 2)
+    assert native_bounds(6, 4) == (0, 2, 4, 6, 6)
 
 
 def draw_counts(rng, num_ranks, tokens, strides, num_experts, top_k, ids=None):

@@ -7,7 +7,6 @@ import torch
 import ranks as pool
 from dispatch import rank_work
 from planish.peaks.dispatch.experts import Weights
-from planish.peaks.dispatch.least_loaded import native_bounds
 from planish.peaks.dispatch.profiles import ONE_EXPERT, PUBLISHED
 from planish.peaks.dispatch.reference import experts_reference
 
@@ -105,12 +104,3 @@ def test_more_tokens_than_announced_are_refused(ranks):
             rank_work.layer, 1, tokens=[4], max_tokens=3, num_experts=2, top_k=1, routing="drawn", block_rows=4,
             balance=LEVEL,
         )  # fmt: skip
-
-
-def test_native_experts_may_be_uneven():
-    assert [end - begin for begin, end in zip(native_bounds(7, 4), native_bounds(7, 4)[1:], strict=False)] == [
-        2,
-        2,
-        2,
-        1,
-    ]

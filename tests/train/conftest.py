@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from planish.comm.world import World, join
+from planish.runfile import load
 from planish.sections import MeshSection
 
 # OpenMP's threads do not survive a fork: a child that asks for the pool waits for ever.
@@ -54,10 +55,12 @@ def answer_of(child: int, read: int) -> Any:
     return result
 
 
-def run_ranks(work: Callable[[World], Any], *, dp: int = 1, replicate: int = 1, timeout_s: float = 60) -> list[Any]:
+def run_ranks(
+    work: Callable[[World], Any], *, dp: int = 1, replicate: int = 1, ep: int = 1, timeout_s: float = 60
+) -> list[Any]:
     """Return what `work` returns on each of `dp` x `replicate` forked ranks, by rank."""
     size = dp * replicate
-    mesh = MeshSection(dp=dp, replicate=replicate, timeout_s=timeout_s)
+    mesh = MeshSection(dp=dp, replicate=replicate, ep=ep, timeout_s=timeout_s)
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -98,3 +101,28 @@ def peak_above_bytes() -> Callable[..., int]:
 def ranks() -> Callable[..., list[Any]]:
     """`run_ranks`, for tests."""
     return run_ranks
+
+
+@pytest.fixture
+def run_of(model_folder, text_file, tmp_path):
+    """Return (family, mesh, *settings) -> a run of twelve rows a step in two microbatches."""
+
+    def make(family="llama", mesh=None, *settings, **config):
+        return load(
+            None,
+            [
+                ("model.from", str(model_folder(family, **config))),
+                ("model.dtype", "fp32"),
+                ("data.train", [str(text_file)]),
+                ("data.context", 16),
+                ("train.steps", 3),
+                ("train.grad_accum", 2),
+                ("train.global_tokens", 24 * 16),
+                ("train.lr", 1e-2),
+                ("save.dir", str(tmp_path / "run")),
+                *((f"mesh.{axis}", degree) for axis, degree in (mesh or {}).items()),
+                *settings,
+            ],
+        )
+
+    return make

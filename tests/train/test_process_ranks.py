@@ -28,9 +28,9 @@ def launch(words, *, ranks, restarts=0):
 
 @pytest.fixture
 def words(model_folder, text_file, tmp_path):
-    def make(name):
+    def make(name, family="qwen3-moe"):
         return [
-            *("--model.from", str(model_folder("qwen3-moe"))),
+            *("--model.from", str(model_folder(family))),
             *("--data.train", str(text_file)),
             *("--data.context", "32"),
             *("--train.steps", "60"),
@@ -85,3 +85,15 @@ def test_a_restarted_job_is_the_one_that_was_never_killed(words, tmp_path):
         for name in ("killed", "whole")
     )
     assert killed == undisturbed
+
+
+def test_an_upcycled_mixture_trains_with_its_experts_over_ranks(words, tmp_path):
+    upcycled = ["--model.moe.experts", "6", "--model.moe.top-k", "2", "--plan.dispatch.method", "pipelined"]
+    upcycled += ["--plan.dispatch.borrow-routes", "1", "--train.global-tokens", "128", "--model.dtype", "fp32"]
+    for ranks, mesh in ((4, ["--mesh.ep", "4"]), (1, [])):
+        with launch([*words(f"{ranks}", "llama"), *upcycled, *mesh, "--train.steps", "5"], ranks=ranks) as job:
+            said, _ = job.communicate(timeout=120)
+        assert job.returncode == 0, said
+    four, one = (lines(tmp_path / name) for name in ("4", "1"))
+    assert [line["loss"] for line in four] == pytest.approx([line["loss"] for line in one], rel=1e-5)
+    assert any(line["moe/spilled_rows"] > 0 for line in four)

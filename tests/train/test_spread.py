@@ -11,68 +11,22 @@ from transformers import AutoModelForCausalLM
 from planish.comm.world import ALONE
 from planish.errors import PlanishError, UsageError
 from planish.memory.ledger import Ledger
-from planish.methods import Batched, Plain
-from planish.runfile import load
 from planish.sections import MeshSection
 from planish.train.engine import build_engine
-from planish.train.evaluate import evaluate
 from planish.train.facts import MeasuredFacts
-from planish.train.job import Job, RankFeed, build, build_optimizer, open_run_feed
-from planish.train.loop import train_step
-from planish.train.run_folder import follow_run_folder, open_run_folder
-from planish.train.session import _resume, run_training
-from planish.train.spread import local, reduced
+from planish.train.job import RankFeed, open_run_feed
+from planish.train.spread import local
+from train.rank_steps import next_losses, train_and_save, train_in_float64
 
 MESHES = [{"dp": 2}, {"dp": 3}, {"replicate": 2}, {"replicate": 2, "dp": 2}]
-
-
-@pytest.fixture
-def run_of(model_folder, text_file, tmp_path):
-    """Return (family, mesh, *settings) -> a run of twelve rows a step in two microbatches."""
-
-    def make(family="llama", mesh=None, *settings, **config):
-        return load(
-            None,
-            [
-                ("model.from", str(model_folder(family, **config))),
-                ("model.dtype", "fp32"),
-                ("data.train", [str(text_file)]),
-                ("data.context", 16),
-                ("train.steps", 3),
-                ("train.grad_accum", 2),
-                ("train.global_tokens", 24 * 16),
-                ("train.lr", 1e-2),
-                ("save.dir", str(tmp_path / "run")),
-                *((f"mesh.{axis}", degree) for axis, degree in (mesh or {}).items()),
-                *settings,
-            ],
-        )
-
-    return make
-
-
-def train_in_float64(run, model, tokenizer, world):
-    """Return losses, gradient norms and all weights after the run's steps, by the very step that trains."""
-    run = dataclasses.replace(run, model=dataclasses.replace(run.model, dtype="bf16-pure"))  # no fp32 master
-    with ExitStack() as scope:
-        ledger, rows = scope.enter_context(Ledger()), run.rows_per_microbatch
-        plan = dataclasses.replace(run.plan, dispatch=Batched() if hasattr(model.config, "num_experts") else Plain())
-        engine = build_engine(
-            lambda: model, plan, tokens=rows * 16, ledger=ledger, facts=MeasuredFacts(), scope=scope, world=world
-        )
-        feed = RankFeed(open_run_feed(run, tokenizer, rows=rows * world.size), rank=world.rank, rows=rows)
-        optimizer = build_optimizer(engine, run)
-        job = Job(run=run, tokenizer=None, engine=engine, optimizer=optimizer, feed=feed, eval_batches=list)
-        reports = [train_step(job, step) for step in range(1, 4)]
-        weights = {name: reduced(param.detach()) for name, param in model.named_parameters()}
-    return [(each.loss, each.grad_norm, each.num_valid, each.num_tokens) for each in reports], weights
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_ranks_compute_what_one_process_computes(run_of, tiny_model, tiny_tokenizer, ranks, family, mesh):
     config = {"num_experts": 6} if family == "qwen3-moe" else {}
-    one, many = run_of(family, **config), run_of(family, mesh, **config)
+    settings = [("plan.dispatch", "batched")] if family == "qwen3-moe" else []
+    one, many = run_of(family, None, *settings, **config), run_of(family, mesh, *settings, **config)
 
     def model():
         return tiny_model(family, dtype=torch.float64, **config)
@@ -99,36 +53,6 @@ def test_experts_are_sharded_without_padding(run_of, tiny_model, ranks):
     for found in ranks(shapes, dp=4):
         assert len(found) == len(list(tiny_model("qwen3-moe", num_experts=2).parameters()))
         assert all(4 * numel == shape.numel() for shape, numel in found)
-
-
-def train_and_save(run, world):
-    class Silent:
-        def begin(self, *_):
-            pass
-
-        step = evaluated = note = begin
-
-    from planish.memory.meter import ProcessMeter
-
-    path, resume = run.save.dir, (run.save.dir / "run.toml").exists()
-    opened = open_run_folder(path, resume=resume, overwrite=False) if world.leads else None
-    with opened or follow_run_folder(path, resume=resume) as folder:
-        run_training(run, folder, Silent(), ProcessMeter(torch.device("cpu")), world)
-
-
-def next_losses(run, world):
-    """Return the losses of the two steps after the newest checkpoint, and the held-out loss before them."""
-
-    class Silent:
-        def note(self, _):
-            pass
-
-    with ExitStack() as scope:
-        job = build(run, scope.enter_context(Ledger()), scope, world)
-        first = _resume(job, follow_run_folder(run.save.dir, resume=True), Silent())
-        assert first == 4
-        held_out = evaluate(job.engine, job.eval_batches())
-        return held_out.loss, *(train_step(job, step).loss for step in (4, 5))
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "fp32"), ("qwen3-moe", "bf16")])

@@ -30,11 +30,13 @@ class World:
         rank: This process, from 0.
         size: How many there are.
         mesh: Axes "replicate" x "dp" over the ranks; None where there is one rank.
+        experts: Axes "replicate" x "copies" x "ep" over the same ranks; None where experts are not spread.
     """
 
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
 
     @property
     def leads(self) -> bool:
@@ -175,9 +177,17 @@ def join(mesh: MeshSection, *, device_type: str) -> Iterator[World]:
     try:
         axes = ("replicate", "dp")
         devices = init_device_mesh(device_type, (mesh.replicate, mesh.dp or 1), mesh_dim_names=axes)
-        yield World(rank=dist.get_rank(), size=dist.get_world_size(), mesh=devices)
+        experts = _expert_axes(mesh, device_type)
+        yield World(rank=dist.get_rank(), size=dist.get_world_size(), mesh=devices, experts=experts)
     finally:
         dist.destroy_process_group()
+
+
+def _expert_axes(mesh: MeshSection, device_type: str) -> DeviceMesh | None:
+    if mesh.ep == 1:
+        return None
+    sizes = (mesh.replicate, (mesh.dp or 1) // mesh.ep, mesh.ep)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "copies", "ep"))
 
 
 def _is_of_the_group(error: Exception) -> bool:

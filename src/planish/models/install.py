@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, assert_never
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -25,7 +26,7 @@ from planish.methods import (
     keeps_attention,
 )
 from planish.models.anatomy import find
-from planish.models.experts import Seen, find_experts, install_experts
+from planish.models.experts import Seen, Shared, find_experts, install_experts
 from planish.models.feed_forward import replace_feed_forwards
 from planish.models.forward import loss_forward
 from planish.models.head import head_loss
@@ -79,6 +80,7 @@ def install(
     label: Label = lambda *_: None,
     seen: Seen = lambda _: None,
     dry: bool = False,
+    experts: dist.ProcessGroup | None = None,
 ) -> Installed:
     """Put the plan's methods into `model` through transformers' own seams; any loop or trainer may run it then.
 
@@ -91,10 +93,12 @@ def install(
     Args:
         model: Any transformers causal LM, or what is wrapped around one, as peft does.
         plan: One method per peak.
-        tokens: Rows x context of the largest microbatch; `boundary = offload` and `activation = bitmap` size by it.
+        tokens: Rows x context of the largest microbatch of any rank; `boundary = offload`, `activation = bitmap` and
+            `experts` size by it.
         label: Told of each boundary that is back on the device, by layer.
         seen: Told of the load of each layer of experts that runs, with `dispatch = pipelined`.
         dry: The model's tensors are fake: far memory is accounted for and not taken, nothing packed.
+        experts: Ranks that the experts are spread over, as DTensors with `Shard(0)`; needs `dispatch = pipelined`.
 
     Returns:
         What was replaced, with `undo()`.
@@ -113,6 +117,9 @@ def install(
         >>> installed.undo()
     """
     model = _transformers_model(model)
+    if experts is not None and tokens is None:
+        raise UsageError("`experts` needs `tokens`, rows x context of the largest microbatch of any rank.")
+    shared = None if experts is None else Shared(group=experts, tokens=tokens)
     done: list[Part] = []
     keepers: dict[str, Keeper] = {}
 
@@ -129,7 +136,7 @@ def install(
             lambda: _attention(model, plan.attention),
             activation,
             lambda: _boundary(model, plan.boundary, tokens=tokens, label=label, dry=dry),
-            lambda: _dispatch(model, plan.dispatch, seen=seen, dry=dry),
+            lambda: _dispatch(model, plan.dispatch, seen=seen, dry=dry, shared=shared),
             lambda: _head(model, plan.vocab),
         ):
             done += [each for each in [part()] if each is not None]
@@ -182,7 +189,9 @@ def _refuse_left_padding(_module: nn.Module, _args: object, inputs: dict[str, An
         )
 
 
-def _dispatch(model: PreTrainedModel, method: Dispatch, *, seen: Seen, dry: bool) -> Part | None:
+def _dispatch(model: PreTrainedModel, method: Dispatch, *, seen: Seen, dry: bool, shared: Shared | None) -> Part | None:
+    if shared is not None and not isinstance(method, Pipelined):
+        raise UsageError("experts over ranks need `plan.dispatch` = pipelined, which moves tokens to them.")
     match method:
         case Plain():
             return None
@@ -201,8 +210,9 @@ def _dispatch(model: PreTrainedModel, method: Dispatch, *, seen: Seen, dry: bool
                 return None
             before = model.get_experts_implementation()[""]
             return Part(
-                sentence=f"experts: {before} -> planish, in tiles of fixed bytes",
-                restore=install_experts(model, found, method, seen=seen, dry=dry),
+                sentence=f"experts: {before} -> planish, in tiles of fixed bytes"
+                + ("" if shared is None else f", over {shared.group.size()} ranks"),
+                restore=install_experts(model, found, method, seen=seen, dry=dry, shared=shared),
             )
         case _:
             assert_never(method)

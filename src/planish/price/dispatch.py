@@ -16,6 +16,7 @@ Kind = Literal["given", "product", "wide", "score"]
 Buffers = dict[str, tuple[tuple[int, ...], Kind]]
 
 _INDEX = 8
+_FEW_ROWS = 4096  # what a small batch may take so that one block does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,11 @@ def tile_rows(experts: Experts, tile_bytes: int) -> int:
     """Return how many routes of one expert are at work at once."""
     row = {name: shape for name, (shape, _) in _tile(experts, 1, backward=True).items()}
     return max(1, tile_bytes // (sum(map(prod, row.values())) * experts.product_itemsize))
+
+
+def block_rows_of(asked: int | None, tokens: int, num_ranks: int) -> int:
+    """Return how many rows a rank sends or receives at a time: as `asked`, or a microbatch, and never more than all."""
+    return min(asked or max(tokens, _FEW_ROWS), num_ranks * tokens)
 
 
 def forward_buffers(experts: Experts, tokens: int, tile_rows: int, block_rows: int) -> Buffers:

@@ -125,7 +125,8 @@ def build_engine(
             ledger.adopt(tensor, "boundaries", owner=names[index])
 
         with ledger.category("staging"):
-            installed = install(model, plan, tokens=tokens, label=restored, seen=routing.see, dry=dry)
+            group = None if world.experts is None else world.experts["ep"].get_group()
+            installed = install(model, plan, tokens=tokens, label=restored, seen=routing.see, dry=dry, experts=group)
             scope.callback(installed.undo)
         scope.enter_context(ledger.watch(model, head=anatomy.head))
         _label_boundaries(anatomy, ledger, scope)

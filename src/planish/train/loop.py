@@ -14,8 +14,9 @@ from planish.methods import Apollo
 from planish.train.blame import refuse_non_finite
 from planish.train.engine import Engine
 from planish.train.job import Job
+from planish.train.routing import worst
 from planish.train.schedule import learning_rate
-from planish.train.spread import reduced
+from planish.train.spread import clip, total_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +92,12 @@ def train_step(job: Job, step: int) -> StepReport:
     with ledger.phase("optimizer"):
         params = [param for param in engine.anatomy.model.parameters() if param.grad is not None]
         grads = norms if in_backward else [param.grad for param in params]
-        total_norm = reduced(torch.nn.utils.get_total_norm(grads))
+        norm = total_norm(grads)
         mean_loss = _mean(engine, losses, num_valid)
-        grad_norm = engine.facts.number(total_norm)
+        grad_norm = engine.facts.number(norm)
         refuse_non_finite(engine, step, loss=mean_loss, grad_norm=grad_norm, batches=batches, updated=in_backward)
         if settings.clip:
-            torch.nn.utils.clip_grads_with_norm_(params, settings.clip, total_norm)
+            clip(params, settings.clip, norm)
         job.optimizer.step()
         job.optimizer.zero_grad(set_to_none=True)
     return StepReport(
@@ -108,7 +109,7 @@ def train_step(job: Job, step: int) -> StepReport:
         num_valid=num_valid,
         step_s=time.perf_counter() - started,
         memory=ledger.end_step(),
-        routing=engine.routing.take(),
+        routing=worst(engine.world.gather(engine.routing.take())),
     )
 
 

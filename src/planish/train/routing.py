@@ -23,3 +23,8 @@ class Routing:
             "moe/spilled_rows": max(each.spilled for each in loads),
             "moe/blocks": max(each.blocks for each in loads),
         }
+
+
+def worst(ranks: list[dict[str, float]]) -> dict[str, float]:
+    """Return the worst of each number of what the ranks took."""
+    return {name: max(each[name] for each in ranks) for name in ranks[0]}

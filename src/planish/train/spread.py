@@ -1,17 +1,21 @@
 """One model over many ranks, by torch's DDP and FSDP2: each rank its rows in, gradients summed over all rows out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from planish.comm.world import World
 from planish.data.batch import Batch
+from planish.errors import UsageError
 from planish.models.anatomy import Anatomy
+from planish.models.experts import find_experts
 
 LocalLoss = Callable[[Batch], Tensor]
 
@@ -38,7 +42,8 @@ class Spread:
     """One rank's part of a model that several ranks train.
 
     DDP where every rank holds everything, FSDP2 where axis "dp" shards, both where both axes are longer than one.
-    Gradients are summed, never averaged: the loss is divided by the counted tokens of all ranks already.
+    Gradients are summed, never averaged: the loss is divided by the counted tokens of all ranks already. Experts over
+    ranks are whole there, and sharded by FSDP2 only over the ranks that hold the same ones ("copies", "replicate").
 
     Memory:        DDP: a second buffer of the gradients' bytes, which then are views of it. FSDP2: 1/dp of weights and
                    gradients, whole only the weights of two layers and of what lies beside the layers (embedding, head,
@@ -50,6 +55,9 @@ class Spread:
     Args:
         anatomy: The model; under FSDP2 its weights are replaced by shards. Only rank 0 needs to hold real ones.
         world: More than one rank.
+
+    Raises:
+        UsageError: Experts over ranks in a model that has none, or that their copies cannot be split over.
     """
 
     def __init__(self, anatomy: Anatomy, world: World) -> None:
@@ -84,6 +92,26 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all `tensors` together, whole. Communication: one collective for each of their meshes."""
+    norms = [reduced(torch.nn.utils.get_total_norm(each)) for each in _by_mesh(tensors)]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def clip(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale the gradients of `params`, whose total norm is `norm`, to at most `max_norm`."""
+    for each in _by_mesh(params):
+        torch.nn.utils.clip_grads_with_norm_(each, max_norm, norm)
+
+
+def _by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return tensors that one operation may take together: those that are spread over the same ranks."""
+    found: dict[DeviceMesh | None, list[Tensor]] = {}
+    for each in tensors:
+        found.setdefault(each.device_mesh if isinstance(each, DTensor) else None, []).append(each)
+    return list(found.values()) or [[]]
+
+
 def _shard(step: StepModule, anatomy: Anatomy, world: World) -> None:
     assert world.mesh is not None
     dp = world.mesh["dp"].size()
@@ -97,13 +125,59 @@ def _shard(step: StepModule, anatomy: Anatomy, world: World) -> None:
     whole = {name: param.detach() for name, param in full.items()}
     narrow = next(anatomy.model.parameters()).itemsize < 4
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
-    for module in (*anatomy.layers.values(), step):
-        fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
+    whole_here = set() if world.experts is None else _spread_experts(anatomy, world.experts, policy)
+    for module in (*_of_another_dtype(anatomy.model), *anatomy.layers.values(), step):
+        fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, ignored_params=whole_here)
     for module in step.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(enable=True)
     _deal(anatomy.model, whole, world)
+
+
+def _of_another_dtype(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules, such as routers kept in float32, that FSDP2 does not take together with the others."""
+    leaves = [each for each in model.modules() if not list(each.children())]
+    return [each for each in leaves if any(param.dtype != model.dtype for param in each.parameters())]
+
+
+def _spread_experts(anatomy: Anatomy, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
+    """Leave on each rank its experts, sharded over those that hold the same ones; return what is not sharded."""
+    modules = find_experts(anatomy.model, anatomy.layers).modules.values()
+    if not modules:
+        raise UsageError(
+            f"`mesh.ep` spreads experts, and {type(anatomy.model).__name__} has none that transformers' experts "
+            "interface runs; leave `mesh.ep` out."
+        )
+    for module in modules:
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(_own_part(param, mesh["ep"]), requires_grad=param.requires_grad))
+    if mesh["ep"].size() == mesh.size():
+        return {param for module in modules for param in module.parameters(recurse=False)}
+    copies = mesh["replicate", "copies"] if mesh["replicate"].size() > 1 else mesh["copies"]
+    num_copies = mesh["copies"].size()
+
+    def placement(param: nn.Parameter) -> Shard:
+        """Return the first axis within an expert that its copies divide."""
+        axes = [axis for axis, size in enumerate(param.shape) if axis and size % num_copies == 0]
+        if not axes:
+            raise UsageError(
+                f"the {num_copies} ranks that hold the same experts cannot split {list(param.shape[1:])} evenly; "
+                f"set `mesh.ep = {mesh['ep'].size() * num_copies}`."
+            )
+        return Shard(axes[0])
+
+    for module in modules:
+        fully_shard(module, mesh=copies, mp_policy=policy, shard_placement_fn=placement)
+    return set()
+
+
+def _own_part(param: nn.Parameter, mesh: DeviceMesh) -> DTensor:
+    """Return an empty part of `param` for this rank's experts, as `torch.chunk` cuts them."""
+    num_experts, each = param.shape[0], -(-param.shape[0] // mesh.size())
+    first, end = (min(num_experts, each * rank) for rank in (mesh.get_local_rank(), mesh.get_local_rank() + 1))
+    part = torch.empty((end - first, *param.shape[1:]), dtype=param.dtype, device=param.device)
+    return DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride())
 
 
 def _deal(model: nn.Module, whole: dict[str, Tensor], world: World) -> None:

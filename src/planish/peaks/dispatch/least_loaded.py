@@ -39,9 +39,9 @@ class Balance:
 
 
 def native_bounds(num_experts: int, num_ranks: int) -> tuple[int, ...]:
-    """Return the first expert of each rank, and the number of experts; the first hold more where it is uneven."""
-    each, more = divmod(num_experts, num_ranks)
-    return tuple(rank * each + min(rank, more) for rank in range(num_ranks + 1))
+    """Return the first expert of each rank, and the number of experts: as `torch.chunk` and a DTensor cut them."""
+    each = ceil(num_experts / num_ranks)
+    return tuple(min(rank * each, num_experts) for rank in range(num_ranks + 1))
 
 
 def assign(loads: Sequence[int], bounds: Sequence[int], balance: Balance) -> tuple[Shares, ...]:
