@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 SIZE = 4
 TIME_OUT_S = 120
+_SECOND: dict[int, dist.ProcessGroup] = {}
 
 
 class RankFailed(Exception):
@@ -71,12 +72,18 @@ class Ranks:
             theirs.close()
 
 
+def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return another group of the same processes, on a rank."""
+    return _SECOND[dist.get_world_size(group)]
+
+
 def _serve(pipe: Any, rank: int, meeting: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60)
     )
     groups = {size: dist.new_group(list(range(SIZE - size, SIZE))) for size in range(1, SIZE + 1)}
+    _SECOND.update({size: dist.new_group(list(range(SIZE - size, SIZE))) for size in range(1, SIZE + 1)})
     while True:
         function, size, arguments = pipe.recv()
         try:

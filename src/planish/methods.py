@@ -4,9 +4,11 @@ import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, assert_never
 
 from planish.decode import Bytes, Count, decode, encode
+
+_ONLY_HEAD = {"interleaved": "last-stage", "interlaced": "vocab-1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +170,54 @@ class Apollo:
             raise ValueError(f"`plan.optim.alpha` must be a number above 0, got {self.alpha}; leave it out for auto.")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"`plan.optim.seed` must be in [0, 2^63), got {self.seed}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """How the stages of `mesh.pp` ranks take turns.
+
+    Attributes:
+        method: Its schedule.
+        head: Where the vocabulary layers live; default: shared by all ranks as in Vocab-2. "interleaved" knows it on
+            the last stage only, "interlaced" shared as in Vocab-1 only.
+        chunks: Stages of each rank, for "interleaved" alone; default: 2.
+    """
+
+    method: Literal["1f1b", "interleaved", "interlaced", "v-half", "v-min"] = "1f1b"
+    head: Literal["last-stage", "naive", "vocab-1", "vocab-2"] | None = None
+    chunks: int | None = None
+
+    def __post_init__(self) -> None:
+        only = _ONLY_HEAD.get(self.method)
+        if only is not None and self.head not in (None, only):
+            raise ValueError(
+                f'`plan.pipeline.head` must be "{only}" where `plan.pipeline.method` is "{self.method}", '
+                f"got {self.head!r}; leave it out."
+            )
+        if self.chunks is not None and self.method != "interleaved":
+            raise ValueError(
+                '`plan.pipeline.chunks` has no effect unless `plan.pipeline.method` is "interleaved"; leave it out.'
+            )
+        if self.chunks is not None and self.chunks < 1:
+            raise ValueError(f"`plan.pipeline.chunks` must be 1 or more, got {self.chunks}.")
+
+    @property
+    def place(self) -> str:
+        """Where the vocabulary layers live."""
+        return self.head or _ONLY_HEAD.get(self.method, "vocab-2")
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages of each rank."""
+        match self.method:
+            case "1f1b" | "interlaced":
+                return 1
+            case "v-half" | "v-min":
+                return 2
+            case "interleaved":
+                return self.chunks or 2
+            case _:
+                assert_never(self.method)
 
 
 Attention = Plain | Packed

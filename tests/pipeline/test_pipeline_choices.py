@@ -7,8 +7,8 @@ from itertools import combinations_with_replacement
 import pytest
 
 from planish.errors import UsageError
+from planish.methods import Pipeline
 from planish.pipeline.actions import Head, Kind
-from planish.pipeline.choices import Pipeline
 from planish.pipeline.costs import Costs
 from planish.pipeline.draw import to_svg, to_text
 from planish.pipeline.layers import redistribute
@@ -72,7 +72,7 @@ def test_the_head_is_shared_unless_the_schedule_knows_one_place_only():
     ],
 )
 def test_a_choice_that_is_none_is_refused(change, message):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(ValueError, match=message):
         Pipeline(**change)
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from planish.decode import Count, decode
 from planish.errors import UsageError
-from planish.methods import Plain
-from planish.pipeline.choices import Pipeline
+from planish.methods import Pipeline, Plain
 from planish.pipeline.draw import to_svg
 from planish.pipeline.outline import Outcome, outcome, outcome_of, outline, rivals
 from planish.pipeline.schedule import Schedule

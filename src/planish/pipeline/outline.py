@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planish.pipeline.choices import Pipeline
+from planish.methods import Pipeline
+from planish.pipeline.actions import Head
+from planish.pipeline.choices import generate
 from planish.pipeline.draw import to_text
 from planish.pipeline.memory import Footprint, in_flight, peak_bytes
 from planish.pipeline.schedule import Schedule
@@ -56,9 +58,10 @@ def outcome(pipeline: Pipeline, workload: Workload, num_ranks: int) -> Outcome:
     Raises:
         UsageError: Fewer layers than stages, or a schedule that refuses its microbatches.
     """
-    layers = workload.spread(num_ranks * pipeline.stages_per_rank, pipeline.place)
-    costs = workload.costs(layers, pipeline.place, num_ranks)
-    made = pipeline.generate(num_ranks=num_ranks, num_microbatches=workload.microbatches, costs=costs)
+    head = Head(pipeline.place)
+    layers = workload.spread(num_ranks * pipeline.stages_per_rank, head)
+    costs = workload.costs(layers, head, num_ranks)
+    made = generate(pipeline, num_ranks=num_ranks, num_microbatches=workload.microbatches, costs=costs)
     return outcome_of(made, workload)
 
 
