@@ -1,5 +1,6 @@
 """Far memory: bytes beside the device's own, written and read along two lanes, ordered by the regions themselves."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -57,9 +58,9 @@ class FarTier:
         self.written_bytes += source.nbytes
         return region.last_write
 
-    def read(self, region: Region, target: Tensor) -> Event:
-        """Begin to fill a contiguous tensor from `region`."""
-        after = [] if region.last_write is None else [region.last_write]
+    def read(self, region: Region, target: Tensor, *, after: Iterable[Event] = ()) -> Event:
+        """Begin to fill a contiguous tensor from `region`, after those transfers of this tier that `after` names."""
+        after = [*after] if region.last_write is None else [*after, region.last_write]
         transfer = Transfer(medium=self.medium, region=region, tensor=target, outward=False, ready=mark(target))
         region.last_read = self.inward.submit(transfer, after=after)
         self.read_bytes += target.nbytes
