@@ -1,7 +1,14 @@
 """What tests of several verbs share."""
 
-import pytest
+import contextlib
+import functools
+import io
+import os
 
+import pytest
+from torch.distributed import TCPStore
+
+from forks import answer_of, start_child
 from planish.cli.main import main
 
 
@@ -13,5 +20,25 @@ def plan(capsys):
         code = main([*map(str, words)])
         said = capsys.readouterr()
         return code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def torchrun():
+    """Return (*words, ranks) -> (exit code, stdout, stderr) of each rank, forked as `torchrun` would start them."""
+
+    def take_part(words, rank, ranks, port):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        place |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": True}
+        os.environ.update({name: str(value) for name, value in place.items()})  # noqa: TID251 - as torchrun does
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            code = main([*map(str, words)])
+        return code, out.getvalue(), err.getvalue()
+
+    def run(*words, ranks):
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        work = [functools.partial(take_part, words, rank, ranks, store.port) for rank in range(ranks)]
+        return [answer_of(*child) for child in [start_child(each) for each in work]]
 
     return run

@@ -171,6 +171,15 @@ def _assume(run: RunFile) -> tuple[RunFile, tuple[str, ...]]:
     return replace(run, model=replace(run.model, extend_positions=True)), (note,)
 
 
+def _ranks(run: RunFile) -> tuple[str, ...]:
+    """Return what the figures are of, where there are several ranks."""
+    mesh = run.mesh
+    if mesh.size == 1:
+        return ()
+    shares = f"replicate {mesh.replicate} x dp {mesh.dp or 1}"
+    return (f"each of {mesh.size} ranks ({shares}) holds this, and `memory.budget` is each rank's",)
+
+
 def _error(answer: Answer) -> PlanishError | None:
     """Return why the exit code is not 0."""
     off = {phase: share for phase, share in answer.differences.items() if abs(share) > _TOLERANCE}
@@ -184,6 +193,7 @@ def _to_tree(answer: Answer) -> dict[str, Any]:
     run, found = answer.run, answer.prediction.estimate
     budget_bytes = run.memory.budget
     tree = found.to_dict() | {
+        "ranks": run.mesh.size,
         "budget_bytes": budget_bytes,
         "fits": budget_bytes is None or found.peak_bytes <= budget_bytes,
         "smallest_budget": smallest_budget(found),
@@ -214,7 +224,7 @@ def _show(answer: Answer) -> int:
         f"peak {format_bytes(found.peak_bytes)} in {found.peak_phase}, {found.phases[found.peak_phase].where}"
     )
     console.print(f"held by {found.owners}")
-    for sentence in (*answer.notes, *run.plan.approximations, *_verdict(answer)):
+    for sentence in (*_ranks(run), *answer.notes, *run.plan.approximations, *_verdict(answer)):
         console.print(sentence)
     plan = run.plan if answer.choice is None else answer.choice.plan
     heading = "# the plan" if answer.choice is None else "# the least bounded plan, to paste into a run file"

@@ -51,6 +51,7 @@ def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:
     from planish.memory.allocator import fix_malloc_thresholds
     from planish.memory.meter import ProcessMeter
     from planish.models.load import run_device
+    from planish.train.fit import judge
     from planish.train.run_folder import follow_run_folder, open_run_folder
     from planish.train.session import run_training
 
@@ -61,6 +62,7 @@ def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:
     run = _over_ranks(run, worlds.launched_size())
     again = worlds.restarts() > 0 and (run.save.dir / "run.toml").is_file()
     resume, overwrite = resume or again, overwrite and not again
+    verdict = judge(run) if run.mesh.size > 1 and worlds.launched_rank() == 0 else None
     with worlds.join(run.mesh, device_type=run_device().type) as world, world.guarded():
         world.require_same(_facts(run))
         if world.leads:
@@ -68,7 +70,7 @@ def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:
         else:
             opened = follow_run_folder(run.save.dir, resume=resume)
         with opened as folder, RunView(quiet=not world.leads) as view:
-            run_training(run, folder, view, meter, world)
+            run_training(run, folder, view, meter, world, verdict)
             view.note(f"drawn in {folder.report}")
 
 

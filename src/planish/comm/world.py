@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planish import errors
 from planish.errors import PlanishError, UsageError, WorldFailed
@@ -31,12 +32,14 @@ class World:
         size: How many there are.
         mesh: Axes "replicate" x "dp" over the ranks; None where there is one rank.
         experts: Axes "replicate" x "copies" x "ep" over the same ranks; None where experts are not spread.
+        assumed: The others are not there, and are taken to give what this rank gives.
     """
 
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
     experts: DeviceMesh | None = None
+    assumed: bool = False
 
     @property
     def leads(self) -> bool:
@@ -59,8 +62,8 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """Return what each rank gave, by rank; values that JSON can hold. Communication: one all-gather."""
-        if self.size == 1:
-            return [value]
+        if self.size == 1 or self.assumed:
+            return [value] * self.size
         texts: list[str] = [""] * self.size
         dist.all_gather_object(texts, json.dumps(value))
         return [json.loads(text) for text in texts]
@@ -110,6 +113,8 @@ class World:
     def _reduce(self, number: int, op: Any) -> int:
         if self.size == 1:
             return number
+        if self.assumed:
+            return number * self.size if op is dist.ReduceOp.SUM else number
         assert self.mesh is not None
         value = torch.tensor(number, dtype=torch.int64, device=self.mesh.device_type)
         dist.all_reduce(value, op)
@@ -157,6 +162,11 @@ def launched_size() -> int:
     return int(os.environ["WORLD_SIZE"]) if is_launched() else 1  # noqa: TID251 - the launcher
 
 
+def launched_rank() -> int:
+    """Return which of the ranks that `torchrun` started this process is; 0 without it."""
+    return int(os.environ["RANK"]) if is_launched() else 0  # noqa: TID251 - the launcher
+
+
 @contextmanager
 def join(mesh: MeshSection, *, device_type: str) -> Iterator[World]:
     """Return the world of this process over the ranks of `mesh`, gloo on a CPU and NCCL on CUDA.
@@ -175,12 +185,32 @@ def join(mesh: MeshSection, *, device_type: str) -> Iterator[World]:
     except dist.DistError as error:
         raise WorldFailed(f"the {mesh.size} ranks did not meet within {mesh.timeout_s:g} s: {error}") from error
     try:
-        axes = ("replicate", "dp")
-        devices = init_device_mesh(device_type, (mesh.replicate, mesh.dp or 1), mesh_dim_names=axes)
-        experts = _expert_axes(mesh, device_type)
-        yield World(rank=dist.get_rank(), size=dist.get_world_size(), mesh=devices, experts=experts)
+        yield _world(mesh, device_type, rank=dist.get_rank())
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def assume(mesh: MeshSection, *, device_type: str) -> Iterator[World]:
+    """Return the world of the first rank of `mesh` with no other rank there: collectives leave the data as it is.
+
+    No other process group may be there meanwhile. DTensor remembers the place of this rank beyond it, so that a
+    process may only become the first rank of such a mesh afterwards.
+    """
+    if mesh.size == 1:
+        yield ALONE
+        return
+    dist.init_process_group("fake", rank=0, world_size=mesh.size, store=FakeStore())
+    try:
+        yield _world(mesh, device_type, assumed=True)
+    finally:
+        dist.destroy_process_group()
+
+
+def _world(mesh: MeshSection, device_type: str, *, rank: int = 0, assumed: bool = False) -> World:
+    axes = ("replicate", "dp")
+    devices = init_device_mesh(device_type, (mesh.replicate, mesh.dp or 1), mesh_dim_names=axes)
+    return World(rank=rank, size=mesh.size, mesh=devices, experts=_expert_axes(mesh, device_type), assumed=assumed)
 
 
 def _expert_axes(mesh: MeshSection, device_type: str) -> DeviceMesh | None:

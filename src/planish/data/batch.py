@@ -54,19 +54,6 @@ class Batch:
     num_valid: int
     num_bytes: int | None = None
 
-    def rows(self, start: int, stop: int) -> "Batch":
-        """Return rows `start` up to `stop`, for training: the bytes of text behind them are not known."""
-        width = self.input_ids.shape[1]
-        low, high = start * width, stop * width
-        target = self.target[start:stop]
-        return Batch(
-            input_ids=self.input_ids[start:stop],
-            target=target,
-            position_ids=self.position_ids[start:stop],
-            cu_seq_lens=tuple(bound - low for bound in self.cu_seq_lens if low <= bound <= high),
-            num_valid=int((target != IGNORED).sum()),
-        )
-
     def uncounted(self) -> "Batch":
         """Return the batch with no target that counts."""
         return replace(self, target=torch.full_like(self.target, IGNORED), num_valid=0, num_bytes=0)

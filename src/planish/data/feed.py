@@ -46,8 +46,8 @@ class Feed:
         """
         self._cursor.seek(position)
 
-    def next(self) -> Batch:
-        """Return the next batch.
+    def next(self, *, start: int = 0, stop: int | None = None) -> Batch:
+        """Return the next batch, or its rows from `start` up to `stop`, as wide as the whole.
 
         Raises:
             UsageError: A file or document that cannot be used; it is named with its line or byte.
@@ -55,7 +55,7 @@ class Feed:
         full = self._pack == "documents" or self._cursor.at_start
         rows = [self._row() for _ in range(self._rows)]
         width = self._context if full else max(sum(map(len, row)) for row in rows)
-        return assemble(rows, width=width, pad_id=self._pad_id)
+        return assemble(rows[start:stop], width=width, pad_id=self._pad_id)
 
     def _row(self) -> list[Piece]:
         if self._pack == "none":

@@ -9,10 +9,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
 
+from planish.comm.world import assume
 from planish.data.batch import Batch
 from planish.memory.book import Phase
 from planish.memory.ledger import Ledger
-from planish.memory.report import PhasePeak
+from planish.memory.report import PhasePeak, StepMemory
 from planish.models.int8 import loads_on_host, settle
 from planish.models.load import draw_model, load_config
 from planish.runfile import RunFile
@@ -21,7 +22,7 @@ from planish.train.evaluate import evaluate
 from planish.train.facts import AssumedFacts
 from planish.train.job import Job
 from planish.train.loop import train_step
-from planish.train.model_folder import published, weight_groups
+from planish.train.model_folder import rehearse_write
 from planish.train.optimizer import build_optimizer
 
 _STEPS = 2
@@ -89,6 +90,9 @@ class DryRun:
 def dry_run(run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal["cpu", "cuda"] = "cpu") -> DryRun:
     """Return the peaks of `run`, executing the very code that will train on tensors without data.
 
+    Over several ranks they are those of the first, which holds at least as much as any other; no rank needs to be
+    there, and this process must not be one of several yet.
+
     Memory:        none for tensors.
     Exactness:     equal to the ledger of the real run on these batches, to the byte, from the first forward on;
                    without batches, for rows that are full and counted.
@@ -103,6 +107,7 @@ def dry_run(run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal
     """
     config = load_config(run.model, context=run.data.context)
     with ExitStack() as scope:
+        world = scope.enter_context(assume(run.mesh, device_type=device_type))
         mode = scope.enter_context(FakeTensorMode())
         ledger = scope.enter_context(Ledger(device_type=device_type))
         with torch.device(device_type):
@@ -114,6 +119,7 @@ def dry_run(run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal
                 facts=AssumedFacts(),
                 scope=scope,
                 dry=True,
+                world=world,
             )
             feed = Replay(batches, mode) if batches else WorstCase(run, device_type)
             job = Job(
@@ -125,13 +131,12 @@ def dry_run(run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal
                 eval_batches=lambda: [feed.next()],
             )
             records = [ledger.end_step()]
-            records += [train_step(job, step).memory for step in range(1, _STEPS + 1)]
+            records += _steps(job)
             ledger.start_step(_STEPS)
             if run.data.eval:
                 evaluate(engine, job.eval_batches())
             with ledger.phase("save"):
-                for group in weight_groups(engine.anatomy.model):
-                    published(engine.anatomy.model, group)
+                rehearse_write(engine.anatomy.model)
             records.append(ledger.end_step())
     phases: dict[Phase, PhasePeak] = {}
     for record in records:
@@ -139,6 +144,18 @@ def dry_run(run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal
             if phase not in phases or peak.peak_bytes > phases[phase].peak_bytes:
                 phases[phase] = peak
     return DryRun(phases=phases)
+
+
+def _steps(job: Job) -> list[StepMemory]:
+    """Return what the steps of the run hold.
+
+    The first one over shards also counts what sharding propagation makes for later ones; after the first one over
+    copies DDP sorts its buckets anew, which needs data.
+    """
+    mesh = job.run.mesh
+    copied = mesh.size > 1 and not mesh.sharded
+    taken = [train_step(job, step).memory for step in range(1, 1 + (1 if copied else _STEPS))]
+    return taken[1:] if mesh.sharded else taken
 
 
 def _draw(config: PretrainedConfig, run: RunFile, device_type: str) -> PreTrainedModel:

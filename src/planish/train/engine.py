@@ -77,7 +77,17 @@ class Engine:
             batch: From `take`.
             last: Gradients of all microbatches so far are exchanged in this one's backward pass.
         """
-        return self.local_loss(batch) if self.spread is None else self.spread(batch, last=last)
+        if self.spread is None:
+            return self.local_loss(batch)
+        training = self.anatomy.model.training
+        with self.ledger.phase("forward") if training else nullcontext():  # gathers what lies beside the layers
+            return self.spread(batch, last=last)
+
+    def label_buckets(self) -> None:
+        """Count what replicas exchange their gradients in as gradients, which are views of it by now."""
+        if self.spread is not None and self.spread.buckets:
+            grads = [param.grad for param in self.anatomy.model.parameters() if param.grad is not None]
+            self.ledger.adopt(grads, "gradients", owner="buckets")
 
     def local_loss(self, batch: Batch) -> Tensor:
         """Return `loss` as the ranks gather their weights; in training, layers and head are phases of their own."""

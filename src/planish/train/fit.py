@@ -1,10 +1,10 @@
 """Will it fit: what a run will hold, held to its budget before anything is loaded."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from planish.errors import DoesNotFit
+from planish.errors import DoesNotFit, PlanishError
 from planish.plan.estimate import Estimate, longest_context
 from planish.runfile import RunFile
 from planish.train.predict import (
@@ -22,8 +22,40 @@ from planish.units import format_bytes
 _STEP_TOKENS = 64
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What `check_fit` found before the ranks met, since a dry run over ranks is for a process alone.
+
+    Attributes:
+        prediction: What it returned.
+        refused: What it raised.
+        said: What it had to say.
+    """
+
+    prediction: Prediction | None = None
+    refused: PlanishError | None = None
+    said: tuple[str, ...]
+
+    def tell(self, say: Say) -> Prediction | None:
+        """Do what `check_fit` did."""
+        for sentence in self.said:
+            say(sentence)
+        if self.refused is not None:
+            raise self.refused
+        return self.prediction
+
+
+def judge(run: RunFile) -> Verdict:
+    """Return the verdict of `check_fit`."""
+    said: list[str] = []
+    try:
+        return Verdict(prediction=check_fit(run, said.append), said=tuple(said))
+    except PlanishError as error:
+        return Verdict(refused=error, said=tuple(said))
+
+
 def check_fit(run: RunFile, say: Say) -> Prediction | None:
-    """Return what `run` will hold, which fits its budget.
+    """Return what `run` will hold, on each rank where there are several, which fits its budget.
 
     None without a budget where it would take time to find out, and where it cannot be found out.
 
@@ -96,7 +128,7 @@ def _shortened(run: RunFile, context: int) -> str:
 
 
 def _global_tokens(run: RunFile, context: int) -> int:
-    return run.rows_per_microbatch * context * run.train.grad_accum
+    return run.rows_per_microbatch * context * run.train.grad_accum * run.mesh.size
 
 
 def _peak_at(run: RunFile, context: int) -> int:

@@ -71,7 +71,7 @@ class RankFeed:
 
     def next(self) -> Batch:
         """Return this rank's rows of the next batch."""
-        return self._feed.next().rows(self._start, self._stop)
+        return self._feed.next(start=self._start, stop=self._stop)
 
 
 def build(run: RunFile, ledger: Ledger, scope: ExitStack, world: World = ALONE) -> Job:

@@ -33,7 +33,7 @@ from planish.train.evaluate import evaluate
 from planish.train.facts import AssumedFacts
 from planish.train.job import Job
 from planish.train.loop import train_step
-from planish.train.model_folder import published, weight_groups
+from planish.train.model_folder import rehearse_write
 from planish.train.optimizer import build_optimizer
 
 _NAME = "planish-sizes"
@@ -324,9 +324,8 @@ def _replace_experts(engine: Engine, journal: Journal) -> dict[int, Experts]:
 
 
 def _save(engine: Engine) -> int:
-    ledger, model = engine.ledger, engine.anatomy.model
+    ledger = engine.ledger
     before = ledger.live_bytes
     with ledger.phase("save"):
-        for group in weight_groups(model):
-            published(model, group)
+        rehearse_write(engine.anatomy.model)
     return ledger.peak_bytes["save"] - before

@@ -89,6 +89,7 @@ def train_step(job: Job, step: int) -> StepReport:
                 scope.enter_context(_updates(job, norms))
             (loss / max(1, num_valid)).backward()
             del loss
+    engine.label_buckets()
     with ledger.phase("optimizer"):
         params = [param for param in engine.anatomy.model.parameters() if param.grad is not None]
         grads = norms if in_backward else [param.grad for param in params]

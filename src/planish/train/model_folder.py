@@ -45,8 +45,8 @@ def write_model(
     Raises:
         OSError: The disk refuses.
     """
-    adapter = adapter_of(model)
     if leads:
+        adapter = adapter_of(model)
         _config_as_saved(model).save_pretrained(folder)
         if adapter is not None:
             adapter.save_pretrained(str(folder))
@@ -54,7 +54,12 @@ def write_model(
             model.generation_config.save_pretrained(folder)
         if tokenizer is not None:
             _write_tokenizer(folder, tokenizer)
-    return _write_weights(folder, model, leads=leads) if adapter is None else _write_adapter(folder, model, leads=leads)
+    return _write(folder, model, leads=leads)
+
+
+def rehearse_write(model: PreTrainedModel) -> None:
+    """Make every tensor that `write_model` makes, and write nothing."""
+    _write(Path(), model, leads=False)
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -79,6 +84,11 @@ def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
     tied_first = sorted(state, key=lambda name: name not in model.all_tied_weights_keys)
     kept = {_memory(state[name]): name for name in tied_first}
     return {name: tensor for name, tensor in state.items() if not tensor.numel() or kept[_memory(tensor)] == name}
+
+
+def _write(folder: Path, model: PreTrainedModel, *, leads: bool) -> dict[str, str]:
+    write = _write_weights if adapter_of(model) is None else _write_adapter
+    return write(folder, model, leads=leads)
 
 
 def _write_adapter(folder: Path, model: PreTrainedModel, *, leads: bool) -> dict[str, str]:

@@ -45,7 +45,7 @@ class Prediction:
 
 
 def predict(run: RunFile, say: Say) -> Prediction:
-    """Return what `run` will hold at most, whatever the data.
+    """Return what `run` will hold at most, on each rank where there are several, whatever the data.
 
     Memory:        none for tensors.
     Exactness:     never below the ledger of the run on a CPU; equal to it, but for a few scalars, on the batch that
@@ -90,8 +90,8 @@ def read_table(run: RunFile) -> LayerTable | None:
 
 
 def _is_tabled(run: RunFile) -> bool:
-    """Return whether a table may answer for `run`; an adapter's frozen weights are in none."""
-    return run.model.adapter is None and is_tabled(run.plan)
+    """Return whether a table may answer for `run`; an adapter's frozen weights and shards are in none."""
+    return run.model.adapter is None and run.mesh.size == 1 and is_tabled(run.plan)
 
 
 def is_tabled(plan: Plan) -> bool:

@@ -29,7 +29,7 @@ from planish.train import checkpoint
 from planish.train.blame import refuse_non_finite_weights
 from planish.train.changes import setting_changes
 from planish.train.evaluate import EvalReport, evaluate
-from planish.train.fit import check_fit, to_tree
+from planish.train.fit import Verdict, check_fit, to_tree
 from planish.train.job import Job, build
 from planish.train.loop import Hooks, StepReport, train
 from planish.train.run_folder import JsonLines, RunFolder, write_atomically
@@ -56,7 +56,14 @@ class View(Protocol):
         ...
 
 
-def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMeter, world: World = ALONE) -> None:
+def run_training(
+    run: RunFile,
+    folder: RunFolder,
+    view: View,
+    meter: ProcessMeter,
+    world: World = ALONE,
+    verdict: Verdict | None = None,
+) -> None:
     """Train `run` in `folder`, from its newest intact checkpoint on where the folder is resumed.
 
     Args:
@@ -65,6 +72,7 @@ def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMete
         view: Shows the run.
         meter: Began before the first tensor.
         world: The ranks that train together; rank 0 writes and shows.
+        verdict: Whether it fits, which rank 0 found out where there are several.
 
     Raises:
         PlanishError: Each of its kinds, as its exit code says; the last checkpoint is intact.
@@ -79,7 +87,7 @@ def run_training(run: RunFile, folder: RunFolder, view: View, meter: ProcessMete
             "this processor has no instructions for bf16, whose products then take five to eighty times as long; "
             '`model.dtype = "fp32"` is faster here.'
         )
-    predicted = check_fit(run, view.note)
+    predicted = check_fit(run, view.note) if world.size == 1 else verdict and verdict.tell(view.note)
     ledger = Ledger(budget_bytes=run.memory.budget, on_exceed=run.memory.on_exceed)
     with ExitStack() as scope:
         scope.enter_context(counted(ledger, run_device()))

@@ -56,6 +56,9 @@ class Spread:
         anatomy: The model; under FSDP2 its weights are replaced by shards. Only rank 0 needs to hold real ones.
         world: More than one rank.
 
+    Attributes:
+        buckets: Whether gradients are views of buckets that live from the start to the end (DDP).
+
     Raises:
         UsageError: Experts over ranks in a model that has none, or that their copies cannot be split over.
     """
@@ -63,12 +66,14 @@ class Spread:
     def __init__(self, anatomy: Anatomy, world: World) -> None:
         assert world.mesh is not None
         self._step = StepModule(anatomy.model)
-        self._sharded = world.mesh["dp"].size() > 1
-        if self._sharded:
+        self.buckets = world.mesh["dp"].size() == 1
+        if not self.buckets:
             _shard(self._step, anatomy, world)
             self._module: nn.Module = self._step
         else:
-            self._module = DistributedDataParallel(self._step, gradient_as_bucket_view=True)
+            self._module = DistributedDataParallel(
+                self._step, gradient_as_bucket_view=True, init_sync=not world.assumed
+            )
             self._module.register_comm_hook(None, _sum_bucket)
 
     def bind(self, loss: LocalLoss) -> None:
@@ -77,7 +82,7 @@ class Spread:
 
     def __call__(self, batch: Batch, *, last: bool) -> Tensor:
         """Return this rank's summed loss; gradients are exchanged by the backward pass of the `last` microbatch."""
-        if not self._sharded:
+        if self.buckets:
             self._module.require_backward_grad_sync = last
         return self._module(batch)
 
@@ -197,5 +202,5 @@ def _deal(model: nn.Module, whole: dict[str, Tensor], world: World) -> None:
 
 
 def _sum_bucket(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+    buffer = bucket.buffer()
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda _: buffer)

@@ -1,0 +1,42 @@
+"""`planish train` and `planish plan` over ranks: what is refused, by which rank, with which exit code and sentence."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture
+def words(model_folder, text_file, tmp_path):
+    """Return (verb, *flags) -> the words of a run over ranks in tmp_path / "run"."""
+    model = model_folder(num_hidden_layers=4)
+
+    def make(verb, *flags):
+        settings = ["--model.from", model, "--data.train", text_file, "--data.context", 32, "--model.dtype", "fp32"]
+        return [verb, *settings, "--train.steps", 3, "--save.dir", tmp_path / "run", "--mesh.timeout_s", 60, *flags]
+
+    return make
+
+
+@pytest.mark.parametrize("mesh", [("--mesh.dp", 2), ("--mesh.replicate", 2)], ids=str)
+def test_what_does_not_fit_is_refused_by_every_rank_as_plan_says(torchrun, words, tmp_path, mesh):
+    [(code, out, _)] = torchrun(*words("plan", *mesh, "--json"), ranks=1)
+    tree = json.loads(out)
+    peak_bytes = tree["peak_bytes"]
+    assert (code, tree["ranks"]) == (0, 2)
+    refused = torchrun(*words("train", *mesh, "--memory", f"{peak_bytes - 1}B"), ranks=2)
+    assert [code for code, *_ in refused] == [3, 3]
+    sentences = [said.removeprefix("planish: ") for *_, said in refused]
+    assert "the smallest budget that would do is" in sentences[0]
+    assert sentences[1] == f"rank 0 stopped: {sentences[0]}"
+    assert not (tmp_path / "run").exists()
+    accepted = torchrun(*words("train", *mesh, "--memory", f"{peak_bytes + 2**16}B"), ranks=2)
+    assert [(code, said) for code, _, said in accepted] == [(0, ""), (0, "")]
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(line["memory/peak_bytes"] for line in metrics) <= peak_bytes + 2**16
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["peak_bytes"] == peak_bytes
+
+
+def test_plan_names_the_ranks(torchrun, words):
+    [(code, said, _)] = torchrun(*words("plan", "--mesh.dp", 4, "--memory", "300MiB"), ranks=1)
+    assert code == 0
+    assert "each of 4 ranks (replicate 1 x dp 4)" in said

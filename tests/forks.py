@@ -1,0 +1,46 @@
+"""Work in forked processes: they start in milliseconds, since torch is loaded already."""
+
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# OpenMP's threads do not survive a fork: a child that asks for the pool waits for ever.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+
+
+def run_in_child(work: Callable[[], Any]) -> Any:
+    """Return what `work` returns in a forked process."""
+    return answer_of(*start_child(work))
+
+
+def start_child(work: Callable[[], Any]) -> tuple[int, int]:
+    """Fork a process for `work`; return its number and where its answer comes from. Only the main thread may fork."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            answer = (work(), None)
+        except BaseException:
+            answer = (None, traceback.format_exc())
+        with os.fdopen(write, "wb") as file:
+            pickle.dump(answer, file)
+        os._exit(0)
+    os.close(write)
+    return child, read
+
+
+def answer_of(child: int, read: int) -> Any:
+    """Return what a child has answered, once it has."""
+    with os.fdopen(read, "rb") as answer:
+        data = answer.read()
+    _, status = os.waitpid(child, 0)
+    if not data:
+        raise AssertionError(f"a child ended with {os.waitstatus_to_exitcode(status)} and without an answer")
+    result, error = pickle.loads(data)
+    if error is not None:
+        raise AssertionError(f"a child failed:\n{error}")
+    return result

@@ -1,0 +1,64 @@
+"""A dry run over ranks that are not there is the ledger of those that are, phase by phase."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from forks import run_in_child
+from planish.memory.ledger import Ledger
+from planish.runfile import load
+from planish.train.dry_run import dry_run
+from planish.train.evaluate import evaluate
+from planish.train.job import build
+from planish.train.loop import train_step
+
+LAYERS, STEPS = 4, 3
+CASES = {
+    "shards fp32": ("llama", {"dp": 2}, []),
+    "uneven shards bf16": ("llama", {"dp": 3}, [("model.dtype", "bf16")]),
+    "shards, experts, accumulation": ("qwen3-moe", {"dp": 2}, [("train.grad_accum", 2), ("model.dtype", "bf16")]),
+    "shards, everything kept": ("gemma2", {"dp": 2}, [("plan.boundary", "plain"), ("plan.vocab", "plain")]),
+    "copies fp32": ("llama", {"replicate": 2}, []),
+    "copies, accumulation": ("llama", {"replicate": 2}, [("train.grad_accum", 2), ("model.dtype", "bf16")]),
+    "copies of shards bf16": ("qwen3", {"replicate": 2, "dp": 2}, [("model.dtype", "bf16")]),
+}
+
+
+def measured(run, world):
+    """Return each step's peaks by phase, those of an evaluation, and the batches that were taken."""
+    with ExitStack() as scope:
+        ledger = scope.enter_context(Ledger())
+        job = build(run, ledger, scope, world)
+        start = job.feed.position
+        steps = [train_step(job, step).memory for step in range(1, STEPS + 1)]
+        ledger.start_step(STEPS)
+        held_out = next(iter(job.eval_batches()))
+        evaluate(job.engine, [held_out])
+        after = ledger.end_step()
+        job.feed.seek(start)
+        batches = [job.feed.next() for _ in range(STEPS * run.train.grad_accum)]
+        num_params = len(list(job.engine.anatomy.model.parameters()))
+    return steps, after, [*batches, held_out], num_params
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_dry_run_is_the_ledger_of_the_first_rank_and_no_less_than_that_of_others(
+    model_folder, text_file, ranks, case
+):
+    family, mesh, settings = CASES[case]
+    base = [("model.from", str(model_folder(family, num_hidden_layers=LAYERS))), ("model.dtype", "fp32")]
+    base += [("data.train", str(text_file)), ("data.eval", str(text_file)), ("data.context", 64)]
+    run = load(None, [*base, *((f"mesh.{axis}", degree) for axis, degree in mesh.items()), *settings])
+    for rank, (steps, after, batches, num_params) in enumerate(ranks(lambda world: measured(run, world), **mesh)):
+        dry = run_in_child(lambda batches=batches: dry_run(run, batches=batches))
+        for phase in ("forward", "head", "backward", "optimizer", "eval"):
+            # The least of several steps: gloo's threads may let go of what they have sent a moment late.
+            peaks = [each.phases[phase] for each in ([after] if phase == "eval" else steps)]
+            real = min(peaks, key=lambda peak: peak.peak_bytes)
+            scalars = 8 * num_params if phase == "optimizer" else 0
+            found = dry.phases[phase]
+            assert real.peak_bytes <= found.peak_bytes + scalars, phase
+            if rank == 0:
+                assert found.peak_bytes - real.peak_bytes <= scalars, phase
+                if not scalars:
+                    assert found.categories == real.categories, phase
