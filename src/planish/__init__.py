@@ -12,6 +12,7 @@ _HOMES = {
     "LinearCrossEntropy": "planish.peaks.vocab.losses",
     "linear_cross_entropy": "planish.peaks.vocab.losses",
     "linear_logprob": "planish.peaks.vocab.losses",
+    "ring_linear_cross_entropy": "planish.peaks.vocab.ring",
     "sparse_saved_tensors": "planish.peaks.activation.saved",
 }
 
@@ -22,6 +23,7 @@ __all__ = [
     "install",
     "linear_cross_entropy",
     "linear_logprob",
+    "ring_linear_cross_entropy",
     "sparse_saved_tensors",
 ]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import ranks
 from planish.price import processor
 
 
@@ -87,3 +88,11 @@ def assert_all_close():
             torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
 
     return check
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    """Four live processes; see `ranks.Ranks`."""
+    found = ranks.Ranks(tmp_path_factory.mktemp("ranks"))
+    yield found
+    found.close()

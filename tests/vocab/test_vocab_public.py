@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import planish
-from planish.peaks.vocab import losses
+from planish.peaks.vocab import losses, ring
 
 
 def test_examples_run():
@@ -21,6 +21,12 @@ def test_public_names(name):
     assert getattr(planish, name) is getattr(losses, name)
     words = losses.linear_cross_entropy.__doc__ if name == "LinearCrossEntropy" else getattr(losses, name).__doc__
     assert all(section in words for section in ("Memory:", "Exactness:", "Args:", "Returns:", "Raises:", "Example:"))
+
+
+def test_the_ring_is_public_and_says_what_it_sends():
+    assert planish.ring_linear_cross_entropy is ring.ring_linear_cross_entropy
+    words = ring.ring_linear_cross_entropy.__doc__
+    assert all(section in words for section in ("Memory:", "Communication:", "Exactness:", "Args:", "Raises:"))
 
 
 def test_importing_planish_brings_no_torch():

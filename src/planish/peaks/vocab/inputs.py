@@ -57,37 +57,41 @@ class Prepared(NamedTuple):
     task: Task
 
 
-def check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
-    """Refuse tensors that do not fit together.
+def check(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, name: str = "weight", shard: bool = False
+) -> None:
+    """Refuse tensors that do not fit together; `name` is the weight's argument, and a `shard` may have no rows.
 
     Raises:
         TypeError: Hidden states, weight or bias that are not floating point; a target that is not whole numbers; a
             sharded or quantised weight.
         ValueError: Shapes or devices that do not fit together.
     """
-    tensors = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
-    for name, tensor in tensors.items():
+    tensors = {"hidden": hidden, name: weight} | ({} if bias is None else {"bias": bias})
+    for each, tensor in tensors.items():
         if not tensor.is_floating_point():
-            raise TypeError(f"`{name}` must be floating point, got {tensor.dtype}.")
+            raise TypeError(f"`{each}` must be floating point, got {tensor.dtype}.")
         if is_traceable_wrapper_subclass(tensor):
             raise TypeError(
-                f"`{name}` must be a plain tensor, got {type(tensor).__name__}; gather it first (DTensor: "
+                f"`{each}` must be a plain tensor, got {type(tensor).__name__}; gather it first (DTensor: "
                 "`full_tensor()`), or call this inside the module that FSDP has gathered."
             )
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise TypeError(f"`target` must be whole numbers, one class a token, got {target.dtype}.")
-    _check_shapes(hidden, weight, target, bias)
-    for name, tensor in {**tensors, "target": target}.items():
+    _check_shapes(hidden, weight, target, bias, name=name, shard=shard)
+    for each, tensor in {**tensors, "target": target}.items():
         if tensor.device != weight.device:
             raise ValueError(
-                f"`{name}` is on {tensor.device} and `weight` on {weight.device}; move them to one device."
+                f"`{each}` is on {tensor.device} and `{name}` on {weight.device}; move them to one device."
             )
 
 
-def _check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
-    if weight.dim() != 2 or weight.numel() == 0:
+def _check_shapes(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, name: str, shard: bool
+) -> None:
+    if weight.dim() != 2 or (weight.shape[1] if shard else weight.numel()) == 0:
         raise ValueError(
-            f"`weight` must be [V, D] with V and D above 0, got {list(weight.shape)}; a weight that is sharded away "
+            f"`{name}` must be [V, D] with V and D above 0, got {list(weight.shape)}; a weight that is sharded away "
             "outside its module's forward must be gathered first."
         )
     vocab_size, hidden_size = weight.shape

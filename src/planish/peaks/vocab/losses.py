@@ -165,7 +165,7 @@ def linear_cross_entropy(  # noqa: PLR0913
     References:
         Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv 2411.09009, section 4.
     """
-    objective = _objective(reduction, divisor, strategy, label_smoothing, z_loss)
+    objective = objective_of(reduction, divisor, strategy, label_smoothing, z_loss)
     options = Options(
         ignore_index=ignore_index,
         logit_scale=logit_scale,
@@ -184,12 +184,12 @@ def linear_cross_entropy(  # noqa: PLR0913
         if prepared.task.tiling.keeps_tiles:
             with torch.autocast(hidden.device.type, enabled=False):
                 total = GradientsInForward.apply(*prepared, objective)
-            return _reduce(total, reduction, num_valid if divisor is None else divisor)
+            return reduce(total, reduction, num_valid if divisor is None else divisor)
         found = _each_token(prepared)
     losses = objective.loss(found["nll"], found["lse"], found["mean"])
     if reduction == "none":
         return losses.reshape(target.shape)
-    return _reduce(losses.sum(), reduction, num_valid if divisor is None else divisor)
+    return reduce(losses.sum(), reduction, num_valid if divisor is None else divisor)
 
 
 class LinearCrossEntropy(torch.nn.Module):
@@ -268,10 +268,10 @@ def linear_token_accuracy(
     return hits.sum() / max(1, prepared.task.num_valid)
 
 
-def _objective(
+def objective_of(
     reduction: str, divisor: float | Tensor | None, strategy: str, label_smoothing: float, z_loss: float
 ) -> Objective:
-    """Return the objective, after refusing settings that are out of range or would have no effect."""
+    """Return the loss of a token, after refusing settings that are out of range or would have no effect."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'`reduction` must be "mean", "sum" or "none", got {reduction!r}.')
     if divisor is not None and reduction != "mean":
@@ -290,7 +290,8 @@ def _objective(
     return Objective(label_smoothing=label_smoothing, z_loss=z_loss)
 
 
-def _reduce(total: Tensor, reduction: str, divisor: float | Tensor) -> Tensor:
+def reduce(total: Tensor, reduction: str, divisor: float | Tensor) -> Tensor:
+    """Return the sum as it is, or divided for "mean"."""
     return total if reduction == "sum" else total / divisor
 
 

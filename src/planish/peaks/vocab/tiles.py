@@ -15,7 +15,8 @@ from planish.price.vocab import BLOCK, ROW_STEP, Pass, round_up
 class Tiles:
     """The operands of one pass and its working buffers; a tile is a group of valid tokens by a range of columns.
 
-    `bias` is in the compute dtype; the weight is cast tile by tile where it is in another.
+    `bias` is in the compute dtype; the weight is cast tile by tile where it is in another. `first` is the class of the
+    weight's first row.
     """
 
     task: Task
@@ -24,6 +25,7 @@ class Tiles:
     weight: Tensor
     bias: Tensor | None
     target: Tensor
+    first: int = 0
 
     @classmethod
     def prepare(
@@ -104,9 +106,10 @@ class Tiles:
         """Add the share of a tile of derivatives to its columns' gradient of the weight, or set it when `fresh`."""
         accumulate(self.work, total, narrowed(self.work, tile).t(), rows[: len(tile)], fresh=fresh)
 
-    def add_hidden_grad(self, total: Tensor, tile: Tensor, columns: slice) -> None:
-        """Add the share of a tile of derivatives to its rows' gradient of hidden; that of the first tile is set."""
-        accumulate(self.work, total, narrowed(self.work, tile), self._weight(columns), fresh=columns.start == 0)
+    def add_hidden_grad(self, total: Tensor, tile: Tensor, columns: slice, *, fresh: bool = True) -> None:
+        """Add the share of a tile of derivatives to its rows' gradient of hidden, which a `fresh` first tile sets."""
+        fresh = fresh and columns.start == 0
+        accumulate(self.work, total, narrowed(self.work, tile), self._weight(columns), fresh=fresh)
 
     def _weight(self, columns: slice) -> Tensor:
         """Return rows of the weight in the compute dtype."""
@@ -115,5 +118,5 @@ class Tiles:
 
     def local_target(self, group: slice, columns: slice) -> Tensor:
         """Return the target of each token of `group` as a column of `columns`, negative where it lies outside."""
-        local = self.task.rows_of(self.target, group) - columns.start
+        local = self.task.rows_of(self.target, group) - (self.first + columns.start)
         return local.masked_fill_(local >= columns.stop - columns.start, -1)
