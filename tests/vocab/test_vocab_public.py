@@ -7,19 +7,23 @@ import sys
 import pytest
 
 import planish
-from planish.peaks.vocab import losses, ring
+from planish.peaks.vocab import kl, losses, ring
 
 
-def test_examples_run():
-    outcome = doctest.testmod(losses)
+@pytest.mark.parametrize("module", [losses, kl])
+def test_examples_run(module):
+    outcome = doctest.testmod(module)
     assert (outcome.failed, outcome.attempted > 0) == (0, True)
 
 
-@pytest.mark.parametrize("name", ["linear_logprob", "linear_cross_entropy", "LinearCrossEntropy"])
-def test_public_names(name):
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("linear_logprob", losses), ("linear_cross_entropy", losses), ("LinearCrossEntropy", losses), ("linear_kl", kl)],
+)
+def test_public_names(name, module):
     assert name in planish.__all__
-    assert getattr(planish, name) is getattr(losses, name)
-    words = losses.linear_cross_entropy.__doc__ if name == "LinearCrossEntropy" else getattr(losses, name).__doc__
+    assert getattr(planish, name) is getattr(module, name)
+    words = losses.linear_cross_entropy.__doc__ if name == "LinearCrossEntropy" else getattr(module, name).__doc__
     assert all(section in words for section in ("Memory:", "Exactness:", "Args:", "Returns:", "Raises:", "Example:"))
 
 

@@ -4,7 +4,7 @@
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import isqrt, prod
 from typing import Literal
@@ -207,7 +207,7 @@ def choose_tiling(head: Head, *, tile_bytes: int, strategy: Literal["auto"] | St
     float16 = "float16" in (head.compute_dtype, head.hidden_dtype)
     if head.grads and (strategy == "gradients-in-forward" or (strategy == "auto" and not float16)):
         kept = Tiling(strategy="gradients-in-forward", rows=ROW_STEP, blocks=min(head.blocks, KEPT_BLOCKS))
-        tiling = _fit_rows(head, kept, tile_bytes)
+        tiling = fit_rows(head.tokens, kept, tile_bytes, lambda each: each.workspace_bytes(head))
         narrow = "weight" in head.grads and head.weight_dtype != head.wide_dtype
         sum_bytes = head.vocab_size * head.hidden_size * head.wide_bytes if narrow else 0
         enough_rows = tiling.rows >= min(MIN_ROWS, head.tokens)
@@ -216,23 +216,34 @@ def choose_tiling(head: Head, *, tile_bytes: int, strategy: Literal["auto"] | St
             return tiling
     one_sweep = Tiling(strategy="recompute", rows=ROW_STEP, blocks=1)
     sum_bytes = head.tokens * head.hidden_size * head.wide_bytes if one_sweep.sums_hidden(head) else 0
-    side = isqrt(tile_bytes // (2 * ITEMSIZE[head.product_dtype]))
-    square = replace(one_sweep, blocks=min(head.blocks, max(1, side // BLOCK)), sweeps=1 + (sum_bytes > tile_bytes))
-    tiling = _fit_rows(head, square, tile_bytes)
-    return tiling if tiling.rows < head.tokens else _fit_blocks(head, tiling, tile_bytes)
+    return fit_square(
+        head,
+        replace(one_sweep, sweeps=1 + (sum_bytes > tile_bytes)),
+        tile_bytes,
+        tile_bytes // ITEMSIZE[head.product_dtype],
+        lambda each: each.workspace_bytes(head),
+    )
 
 
-def _fit_rows(head: Head, tiling: Tiling, tile_bytes: int) -> Tiling:
+def fit_square(head: Head, tiling: Tiling, tile_bytes: int, elements: int, weigh: Callable[[Tiling], int]) -> Tiling:
+    """Return `tiling` as nearly square as half of `elements` are, with the most tokens that `weigh` lets it have."""
+    side = isqrt(elements // 2)
+    square = replace(tiling, blocks=min(head.blocks, max(1, side // BLOCK)))
+    tiling = fit_rows(head.tokens, square, tile_bytes, weigh)
+    return tiling if tiling.rows < head.tokens else _fit_blocks(head, tiling, tile_bytes, weigh)
+
+
+def fit_rows(tokens: int, tiling: Tiling, tile_bytes: int, weigh: Callable[[Tiling], int]) -> Tiling:
     """Return `tiling` with the most rows, no more than there are tokens, that keep it within `tile_bytes`."""
-    sizes = range(ROW_STEP, round_up(head.tokens, ROW_STEP) + 1, ROW_STEP)
-    fitting = bisect_right(sizes, tile_bytes, key=lambda rows: replace(tiling, rows=rows).workspace_bytes(head))
+    sizes = range(ROW_STEP, round_up(tokens, ROW_STEP) + 1, ROW_STEP)
+    fitting = bisect_right(sizes, tile_bytes, key=lambda rows: weigh(replace(tiling, rows=rows)))
     return replace(tiling, rows=ROW_STEP * max(1, fitting))
 
 
-def _fit_blocks(head: Head, tiling: Tiling, tile_bytes: int) -> Tiling:
+def _fit_blocks(head: Head, tiling: Tiling, tile_bytes: int, weigh: Callable[[Tiling], int]) -> Tiling:
     """Return `tiling` with the most blocks, at least its own, that keep it within `tile_bytes`."""
     sizes = range(tiling.blocks, head.blocks + 1)
-    fitting = bisect_right(sizes, tile_bytes, key=lambda blocks: replace(tiling, blocks=blocks).workspace_bytes(head))
+    fitting = bisect_right(sizes, tile_bytes, key=lambda blocks: weigh(replace(tiling, blocks=blocks)))
     return replace(tiling, blocks=sizes[max(0, fitting - 1)])
 
 
@@ -298,11 +309,6 @@ def _recomputed(head: Head, tiling: Tiling, valid: int, smooth: bool, z_loss: bo
     combine = rows * (3 * wide + smooth * wide)
     scanning = total_bytes(tiling.buffers(head, "statistics")) + _lookup_bytes(head, valid) + max(scan, combine)
     losses = per_token * (2 * smooth or z_loss)
-    grads = {
-        "hidden": head.tokens * width * ITEMSIZE[head.hidden_dtype],
-        "weight": head.vocab_size * width * ITEMSIZE[head.weight_dtype],
-        "bias": head.vocab_size * wide,
-    }
     hidden_sum = valid * width * wide if tiling.sums_hidden(head) else 0
     upstream = per_token * (3 * smooth or z_loss)
     derive = rows * ((ignoring + 3 + smooth) * wide + 16)
@@ -315,9 +321,19 @@ def _recomputed(head: Head, tiling: Tiling, valid: int, smooth: bool, z_loss: bo
         + upstream
         + total_bytes(tiling.buffers(head, "gradients"))
         + _lookup_bytes(head, valid)
-        + sum(grads[name] for name in head.grads)
+        + grad_bytes(head)
         + max(hidden_sum + derive, bias),
     )
+
+
+def grad_bytes(head: Head) -> int:
+    """Return the bytes of the gradients that recomputing makes, that of the bias before it is rounded."""
+    sizes = {
+        "hidden": head.tokens * head.hidden_size * ITEMSIZE[head.hidden_dtype],
+        "weight": head.vocab_size * head.hidden_size * ITEMSIZE[head.weight_dtype],
+        "bias": head.vocab_size * head.wide_bytes,
+    }
+    return sum(sizes[name] for name in head.grads)
 
 
 def _narrow(head: Head, dtype: str | None) -> int:

@@ -6,6 +6,7 @@ rounded once, before the next begins, while that of hidden grows in float32 over
 too large, the gradient of hidden gets a sweep of its own with the tokens outermost, at a fifth product.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -104,7 +105,7 @@ class GradientsInForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Return the waiting gradients times `upstream`."""
-        _refuse_second_derivatives()
+        refuse_second_derivatives()
         if ctx.grads is None:
             raise RuntimeError(
                 'the gradients of strategy "gradients-in-forward" exist once and an earlier backward took them; '
@@ -160,7 +161,7 @@ class Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients under per-token upstreams."""
-        _refuse_second_derivatives()
+        refuse_second_derivatives()
         hidden, weight, bias, target, lse, entropy = ctx.saved_tensors
         tiles = Tiles.prepare("gradients", hidden, weight, bias, target, ctx.task)
         grads = Sweep(tiles=tiles, lse=lse, entropy=entropy, upstream=Upstream(*upstream[:4])).run()
@@ -168,7 +169,7 @@ class Recompute(torch.autograd.Function):
         return grads.hidden, grads.weight, d_bias, None, None
 
 
-def _refuse_second_derivatives() -> None:
+def refuse_second_derivatives() -> None:
     """Raise if backward is itself to be differentiated, rather than return gradients that have no graph."""
     if torch.is_grad_enabled():
         raise RuntimeError("the blocked head has no second derivative; call backward without create_graph=True.")
@@ -197,13 +198,14 @@ def _scan_into(tiles: Tiles, group: slice, found: dict[str, Tensor]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
-    """What backward needs: every tile of logits is computed again and adds its share to the gradients."""
+class TileSweep(ABC):
+    """What backward needs: every tile of derivatives by the logits adds its share to the gradients."""
 
     tiles: Tiles
-    lse: Tensor
-    entropy: Tensor | None
-    upstream: Upstream
+
+    @abstractmethod
+    def derive(self, group: slice, columns: slice, d_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the hidden states of `group` and the derivative by its logits; add the latter up in `d_bias`."""
 
     def run(self) -> Gradients:
         """Return the gradients that are wanted."""
@@ -228,7 +230,7 @@ class Sweep:
             block = d_weight[columns]
             total = block if work.column_grads is None else work.column_grads[: len(block)]
             for group in task.row_groups():
-                rows, tile = self._derive(group, columns, d_bias)
+                rows, tile = self.derive(group, columns, d_bias)
                 tiles.add_weight_grad(total, tile, rows, fresh=group.start == 0)
                 if hidden_sum is not None:
                     self._grow(hidden_sum, index, tile, group, columns)
@@ -243,13 +245,33 @@ class Sweep:
         tiles, task, work = self.tiles, self.tiles.task, self.tiles.work
         for group in task.row_groups():
             for _, columns in task.column_groups():
-                _, tile = self._derive(group, columns, d_bias)
+                _, tile = self.derive(group, columns, d_bias)
                 if d_hidden is not None:
                     tiles.add_hidden_grad(work.row_grads[: len(tile)], tile, columns)
             if d_hidden is not None:
                 task.scatter(work, work.row_grads[: len(tile)], d_hidden, group)
 
-    def _derive(self, group: slice, columns: slice, d_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _grow(self, total: Tensor, index: Tensor | None, tile: Tensor, group: slice, columns: slice) -> None:
+        """Add the share of `tile` to `total`, at the rows of `group` or, through `index`, at its tokens."""
+        if index is None:
+            self.tiles.add_hidden_grad(total[group], tile, columns)
+            return
+        row_grads = self.tiles.work.row_grads[: len(tile)]
+        if columns.start > 0:
+            torch.index_select(total, 0, index[group], out=row_grads)
+        self.tiles.add_hidden_grad(row_grads, tile, columns)
+        total.index_copy_(0, index[group], row_grads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep(TileSweep):
+    """The sweep of one head's statistics: every tile of logits is computed again."""
+
+    lse: Tensor
+    entropy: Tensor | None
+    upstream: Upstream
+
+    def derive(self, group: slice, columns: slice, d_bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the hidden states of `group` and the derivative by its logits; add the latter up in `d_bias`."""
         tiles = self.tiles
         rows = tiles.load(group)
@@ -274,14 +296,3 @@ class Sweep:
             entropy=entropy,
             mean_logit=None if entropy is None else task.rows_of(self.lse, group) - task.rows_of(self.entropy, group),
         )
-
-    def _grow(self, total: Tensor, index: Tensor | None, tile: Tensor, group: slice, columns: slice) -> None:
-        """Add the share of `tile` to `total`, at the rows of `group` or, through `index`, at its tokens."""
-        if index is None:
-            self.tiles.add_hidden_grad(total[group], tile, columns)
-            return
-        row_grads = self.tiles.work.row_grads[: len(tile)]
-        if columns.start > 0:
-            torch.index_select(total, 0, index[group], out=row_grads)
-        self.tiles.add_hidden_grad(row_grads, tile, columns)
-        total.index_copy_(0, index[group], row_grads)

@@ -58,16 +58,25 @@ class Prepared(NamedTuple):
 
 
 def check(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, name: str = "weight", shard: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    *,
+    name: str = "weight",
+    prefix: str = "",
+    shard: bool = False,
 ) -> None:
-    """Refuse tensors that do not fit together; `name` is the weight's argument, and a `shard` may have no rows.
+    """Refuse tensors that do not fit together.
+
+    `name` is the weight's argument, `prefix` begins those of hidden states and bias, and a `shard` may have no rows.
 
     Raises:
         TypeError: Hidden states, weight or bias that are not floating point; a target that is not whole numbers; a
             sharded or quantised weight.
         ValueError: Shapes or devices that do not fit together.
     """
-    tensors = {"hidden": hidden, name: weight} | ({} if bias is None else {"bias": bias})
+    tensors = {f"{prefix}hidden": hidden, name: weight} | ({} if bias is None else {f"{prefix}bias": bias})
     for each, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise TypeError(f"`{each}` must be floating point, got {tensor.dtype}.")
@@ -78,7 +87,7 @@ def check(
             )
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise TypeError(f"`target` must be whole numbers, one class a token, got {target.dtype}.")
-    _check_shapes(hidden, weight, target, bias, name=name, shard=shard)
+    _check_shapes(hidden, weight, target, bias, name=name, prefix=prefix, shard=shard)
     for each, tensor in {**tensors, "target": target}.items():
         if tensor.device != weight.device:
             raise ValueError(
@@ -87,7 +96,7 @@ def check(
 
 
 def _check_shapes(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, name: str, shard: bool
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, name: str, prefix: str, shard: bool
 ) -> None:
     if weight.dim() != 2 or (weight.shape[1] if shard else weight.numel()) == 0:
         raise ValueError(
@@ -102,15 +111,15 @@ def _check_shapes(
             else ("pass hidden states of the head's width.")
         )
         raise ValueError(
-            f"`hidden` must end in the weight's {hidden_size} columns, got shape {list(hidden.shape)}; {hint}"
+            f"`{prefix}hidden` must end in the weight's {hidden_size} columns, got shape {list(hidden.shape)}; {hint}"
         )
     if target.shape != hidden.shape[:-1]:
         raise ValueError(
-            f"`target` must have the shape of `hidden` without its last dimension, {list(hidden.shape[:-1])}, got "
-            f"{list(target.shape)}."
+            f"`target` must have the shape of `{prefix}hidden` without its last dimension, {list(hidden.shape[:-1])}, "
+            f"got {list(target.shape)}."
         )
     if bias is not None and bias.shape != (vocab_size,):
-        raise ValueError(f"`bias` must have the weight's {vocab_size} rows, got shape {list(bias.shape)}.")
+        raise ValueError(f"`{prefix}bias` must have the weight's {vocab_size} rows, got shape {list(bias.shape)}.")
 
 
 def count_valid(target: Tensor, *, ignore_index: int, vocab_size: int, num_valid: int | None) -> int:
@@ -170,9 +179,7 @@ def prepare(
         ValueError: See `check` and `count_valid`.
     """
     check(hidden, weight, target, bias)
-    tensors = {"hidden": hidden, "weight": weight, "bias": bias}
-    tracked = torch.is_grad_enabled()
-    needing = {name for name, each in tensors.items() if tracked and each is not None and each.requires_grad}
+    grads = needing(hidden=hidden, weight=weight, bias=bias)
     return lay_out(
         hidden,
         weight,
@@ -180,8 +187,8 @@ def prepare(
         bias,
         options,
         compute=compute_dtype(hidden, weight, logits_dtype=options.logits_dtype),
-        wanted=wanted | ({"lse"} if needing else set()),
-        grads=frozenset(needing),
+        wanted=wanted | ({"lse"} if grads else set()),
+        grads=grads,
     )
 
 
@@ -198,27 +205,10 @@ def lay_out(
 ) -> Prepared:
     """Return the arguments of one call, flat, with a tiling for these statistics and gradients."""
     flat, classes = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
-    head = Head(
-        tokens=len(flat),
-        hidden_size=weight.shape[1],
-        vocab_size=len(weight),
-        hidden_dtype=_name(hidden.dtype),
-        weight_dtype=_name(weight.dtype),
-        compute_dtype=_name(compute),
-        bias_dtype=None if bias is None else _name(bias.dtype),
-        capped=options.softcap is not None,
-        wanted=wanted,
-        grads=grads,
-        device=weight.device.type,
-    )
+    head = describe(flat, weight, bias, options, compute=compute, wanted=wanted, grads=grads)
     tile_bytes = DEFAULT_TILE_BYTES if options.tile_bytes is None else options.tile_bytes
     tiling = choose_tiling(head, tile_bytes=tile_bytes, strategy=options.strategy)
-    if tiling.workspace_bytes(head) > tile_bytes:
-        warnings.warn(
-            f"`tile_bytes` ({format_bytes(tile_bytes)}) is below the smallest tile for this head; "
-            f"it takes {format_bytes(tiling.workspace_bytes(head))}.",
-            stacklevel=4,
-        )
+    warn_if_above(tiling.workspace_bytes(head), tile_bytes, stacklevel=5)
     num_valid = count_valid(
         classes, ignore_index=options.ignore_index, vocab_size=len(weight), num_valid=options.num_valid
     )
@@ -231,6 +221,48 @@ def lay_out(
         softcap=options.softcap,
     )
     return Prepared(flat, weight, bias, classes, task)
+
+
+def describe(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    *,
+    compute: torch.dtype,
+    wanted: frozenset[str],
+    grads: frozenset[str],
+) -> Head:
+    """Return sizes and dtypes of a head over flat `hidden`."""
+    return Head(
+        tokens=len(hidden),
+        hidden_size=weight.shape[1],
+        vocab_size=len(weight),
+        hidden_dtype=_name(hidden.dtype),
+        weight_dtype=_name(weight.dtype),
+        compute_dtype=_name(compute),
+        bias_dtype=None if bias is None else _name(bias.dtype),
+        capped=options.softcap is not None,
+        wanted=wanted,
+        grads=grads,
+        device=weight.device.type,
+    )
+
+
+def needing(**tensors: Tensor | None) -> frozenset[str]:
+    """Return which of `tensors` need a gradient now."""
+    tracked = torch.is_grad_enabled()
+    return frozenset(name for name, each in tensors.items() if tracked and each is not None and each.requires_grad)
+
+
+def warn_if_above(found: int, tile_bytes: int, *, stacklevel: int) -> None:
+    """Say that the smallest tile is larger than was allowed."""
+    if found > tile_bytes:
+        warnings.warn(
+            f"`tile_bytes` ({format_bytes(tile_bytes)}) is below the smallest tile for this head; "
+            f"it takes {format_bytes(found)}.",
+            stacklevel=stacklevel,
+        )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -272,12 +272,7 @@ def objective_of(
     reduction: str, divisor: float | Tensor | None, strategy: str, label_smoothing: float, z_loss: float
 ) -> Objective:
     """Return the loss of a token, after refusing settings that are out of range or would have no effect."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'`reduction` must be "mean", "sum" or "none", got {reduction!r}.')
-    if divisor is not None and reduction != "mean":
-        raise ValueError(f'`divisor` has no effect with reduction="{reduction}"; use reduction="mean".')
-    if isinstance(divisor, int | float) and not 0 < divisor < math.inf:
-        raise ValueError(f"`divisor` must be above 0, got {divisor}.")
+    check_reduction(reduction, divisor)
     if reduction == "none" and strategy == "gradients-in-forward":
         raise ValueError(
             '`strategy` "gradients-in-forward" needs one loss for all tokens, and reduction="none" has one for each; '
@@ -288,6 +283,16 @@ def objective_of(
     if not 0 <= z_loss < math.inf:
         raise ValueError(f"`z_loss` must be at least 0, got {z_loss}.")
     return Objective(label_smoothing=label_smoothing, z_loss=z_loss)
+
+
+def check_reduction(reduction: str, divisor: float | Tensor | None) -> None:
+    """Refuse a reduction that does not exist, and a divisor out of range or without effect."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'`reduction` must be "mean", "sum" or "none", got {reduction!r}.')
+    if divisor is not None and reduction != "mean":
+        raise ValueError(f'`divisor` has no effect with reduction="{reduction}"; use reduction="mean".')
+    if isinstance(divisor, int | float) and not 0 < divisor < math.inf:
+        raise ValueError(f"`divisor` must be above 0, got {divisor}.")
 
 
 def reduce(total: Tensor, reduction: str, divisor: float | Tensor) -> Tensor:

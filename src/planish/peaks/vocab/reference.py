@@ -42,3 +42,17 @@ def cross_entropy(
     if label_smoothing:
         loss = loss + label_smoothing * smooth.where(target != ignore_index, 0.0)
     return loss
+
+
+def divergence(y: Tensor, teacher: Tensor, *, kind: str, temperature: float = 1.0, beta: float = 0.5) -> Tensor:
+    """Return KL(q || p), KL(p || q) or their distances from the mixture, p of logits `y`, q of `teacher`, [...]."""
+    s, t = (torch.log_softmax(each / temperature, -1) for each in (y, teacher))
+    m = torch.log(beta * t.exp() + (1 - beta) * s.exp())
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        inside = a > -torch.inf
+        return (a.exp() * (a.where(inside, 0.0) - b.where(inside, 0.0))).sum(-1)
+
+    if kind == "forward":
+        return kl(t, s)
+    return kl(s, t) if kind == "reverse" else beta * kl(t, m) + (1 - beta) * kl(s, m)

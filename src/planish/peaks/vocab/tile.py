@@ -99,14 +99,14 @@ def fold(work: Workspace, tile: Tensor, first_block: int, *, keep: bool) -> None
     """Write the statistics of each canonical block of `tile` into the workspace; see [Note: kept exponentials]."""
     for span, strip in strips(tile, work.strip):
         block = first_block
-        for columns, count in _canonical(tile.shape[1]):
+        for columns, count in canonical(tile.shape[1]):
             z = tile[span, columns].unflatten(1, (count, -1))
             wide = z if keep else strip.view(-1)[: z.numel()].view(z.shape)
             _fold_blocks(work, z, wide, (span, slice(block, block + count)))
             block += count
 
 
-def _canonical(columns: int) -> Iterator[tuple[slice, int]]:
+def canonical(columns: int) -> Iterator[tuple[slice, int]]:
     """Yield ranges of columns with the number of canonical blocks in each: the whole ones, then a ragged last one."""
     ragged = columns % BLOCK > 0
     whole = max(0, columns // BLOCK - ragged)
@@ -221,7 +221,7 @@ def differentiate(
 
 def _normalise(work: Workspace, kept: Tensor, span: slice, block: int) -> None:
     """Turn exponentials into probabilities, in place."""
-    for columns, count in _canonical(kept.shape[1]):
+    for columns, count in canonical(kept.shape[1]):
         factor = work.block_max[span, block : block + count].unsqueeze(-1)
         kept[:, columns].unflatten(1, (count, -1)).mul_(factor)
         block += count
