@@ -9,10 +9,11 @@ from planish.memory.ledger import Ledger
 from planish.peaks.dispatch.experts import Weights
 from planish.peaks.dispatch.gates import Glu
 from planish.peaks.dispatch.least_loaded import Balance, native_bounds
-from planish.peaks.dispatch.pipelined import Options
+from planish.peaks.dispatch.pipelined import Options, sizes_of
 from planish.peaks.dispatch.profiles import Profile
 from planish.peaks.dispatch.spread import spread_experts
 from planish.peaks.dispatch.trip import Ranks
+from planish.price.dispatch_ranks import rank_bytes
 
 GATE = Glu(activation="silu")
 
@@ -66,21 +67,21 @@ def layer(group, *, tokens, block_rows, balance, tile_rows=5, steps=1, max_token
         weights = Weights(up=leaves[2], down=leaves[3])
         result = spread_experts(leaves[0], ids, leaves[1], weights, options, ranks)
         grads = torch.autograd.grad(result, leaves, upstream)
-    found = [each.detach().float().numpy() if each.dtype == torch.bfloat16 else each.detach().numpy() for each in grads]
-    return result.detach().numpy(), found, [(each.max_over_mean, each.spilled, each.blocks) for each in loads]
+    result, *found = [each.detach().double().numpy() for each in (result, *grads)]
+    return result, found, [(each.max_over_mean, each.spilled, each.blocks) for each in loads]
 
 
-def settled(ledger):
+def settled(ledger, expected=0):
     """Return the bytes alive, once gloo's threads have let go of what they carried."""
     for _ in range(100):
-        if not ledger.live_bytes:
+        if ledger.live_bytes <= expected:
             break
         time.sleep(0.01)
     return ledger.live_bytes
 
 
 def peaks(group, *, tokens, block_rows, balance, **problem):
-    """Return this rank's peaks (forward, backward), and the bytes alive after the second and the last step."""
+    """Return this rank's bytes (forward, kept, backward), their price, and what is alive after step two and four."""
     up, leaves, ids, upstream = own_part(group, tokens, **problem)
     ranks = Ranks(
         group=group,
@@ -90,16 +91,19 @@ def peaks(group, *, tokens, block_rows, balance, **problem):
         balance=Balance(**balance),
     )
     options = Options(gate=GATE, tile_rows=16, block_rows=block_rows)
+    weights = Weights(up=leaves[2], down=leaves[3])
+    sizes = sizes_of(leaves[0], ids, leaves[1], weights, GATE)
+    priced = rank_bytes(sizes, ranks.launch, len(ids), tile_rows=16)
     live = []
     with Ledger() as ledger:
         for _ in range(4):
             with ledger.phase("forward"):
-                result = spread_experts(
-                    leaves[0], ids, leaves[1], Weights(up=leaves[2], down=leaves[3]), options, ranks
-                )
+                result = spread_experts(leaves[0], ids, leaves[1], weights, options, ranks)
+            kept = settled(ledger, result.nbytes + priced.kept) - result.nbytes
             with ledger.phase("backward"):
                 grads = torch.autograd.grad(result, leaves, upstream)
             del result, grads
             live.append(settled(ledger))
             dist.barrier(group)
-    return ledger.peak_bytes["forward"], ledger.peak_bytes["backward"], live[1], live[3]
+    found = ledger.peak_bytes["forward"], kept, ledger.peak_bytes["backward"] - kept - upstream.nbytes
+    return found, (priced.forward, priced.kept, priced.backward), live[1], live[3]

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.peaks.dispatch.least_loaded import Balance, assign, native_bounds, num_strides, plan_layer
+from planish.peaks.dispatch.least_loaded import Balance, assign, native_bounds, plan_layer
 from planish.peaks.dispatch.profiles import ONE_EXPERT, PUBLISHED, Profile
+from planish.price.dispatch_ranks import num_strides
 
 LEVEL = Balance(min_routes=1, threshold=1.0, max_foreign=None)
 
@@ -78,7 +79,7 @@ def test_native_experts_need_not_divide_by_ranks():
 
 
 def draw_counts(rng, num_ranks, tokens, strides, num_experts, top_k, ids=None):
-    counts = np.zeros((num_ranks, strides, num_experts), np.int64)
+    counts = np.zeros((num_ranks, num_experts, strides), np.int64)
     in_stride = np.zeros((num_ranks, strides), np.int64)
     for rank in range(num_ranks):
         chosen = ids
@@ -87,7 +88,7 @@ def draw_counts(rng, num_ranks, tokens, strides, num_experts, top_k, ids=None):
             keys = rng.exponential(size=(tokens[rank], num_experts)) / weights
             chosen = np.argsort(keys, 1)[:, :top_k]
         stride = np.arange(tokens[rank]) % strides
-        np.add.at(counts[rank], (stride[:, None], chosen[: tokens[rank]]), 1)
+        np.add.at(counts[rank], (chosen[: tokens[rank]], stride[:, None]), 1)
         in_stride[rank] = np.bincount(stride, minlength=strides)
     return counts, in_stride
 
@@ -116,16 +117,20 @@ def test_no_block_holds_more_rows_than_the_budget(seed, num_ranks, num_experts, 
     for expert, each in enumerate(plan.shares):
         for rank, routes in each:
             shares[expert, rank] = routes
-    assert (plan.arrivals.sum(0) == shares).all()
-    for first, end in plan.blocks:
-        assert (plan.arrivals[plan.blocks.index((first, end))].sum(1) == counts[:, first:end].sum((0, 1))).all()
+    arrivals = np.stack([plan.arrivals(rank) for rank in range(num_ranks)], 2)
+    assert (arrivals.sum(0) == shares).all()
+    assert [[bool(shares[e, rank]) for e in each] for rank, each in enumerate(plan.foreign(bounds))] == [
+        [True] * len(each) for each in plan.foreign(bounds)
+    ]
+    for block, (first, end) in enumerate(plan.blocks):
+        assert (arrivals[block].sum(1) == counts[:, :, first:end].sum((0, 2))).all()
         # Rows, counted from the pieces themselves.
         received = np.zeros((num_ranks, num_ranks), np.int64)
         for stride in range(first, end):
             routes = np.zeros((num_ranks, num_ranks), np.int64)
             for expert in range(num_experts):
                 for source in range(num_ranks):
-                    for occurrence in range(counts[source, stride, expert]):
+                    for occurrence in range(counts[source, expert, stride]):
                         routes[source, holder(plan, expert, source, stride, occurrence)] += 1
             received += np.minimum(routes, in_stride[:, stride, None])
         assert received.sum(0).max() <= block_rows

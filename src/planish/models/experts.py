@@ -18,7 +18,8 @@ from planish.peaks.dispatch.pipelined import Load, Options, pipelined_experts, s
 from planish.peaks.dispatch.replay import replayed
 from planish.peaks.dispatch.spread import spread_experts
 from planish.peaks.dispatch.trip import Ranks
-from planish.price.dispatch import block_rows_of, tile_rows
+from planish.price.dispatch import tile_rows
+from planish.price.dispatch_ranks import block_rows_of
 
 _ACTIVATIONS: dict[type[nn.Module], Activation] = {
     nn.SiLU: "silu",
@@ -104,10 +105,12 @@ class Shared:
     Attributes:
         group: Of these ranks alone; each holds the experts that a DTensor's `Shard(0)` says.
         tokens: The most that any of them brings at a time.
+        dry: Tensors are fake: nothing can be read from them.
     """
 
     group: dist.ProcessGroup
     tokens: int
+    dry: bool = False
 
     def ranks(self, num_experts: int, method: Pipelined) -> Ranks:
         """Return what is fixed at launch for a layer with `num_experts` experts.
@@ -123,7 +126,12 @@ class Shared:
             )
         balance = Balance(max_foreign=method.borrow, min_routes=method.borrow_routes)
         return Ranks(
-            group=self.group, num_experts=num_experts, max_tokens=self.tokens, block_rows=rows, balance=balance
+            group=self.group,
+            num_experts=num_experts,
+            max_tokens=self.tokens,
+            block_rows=rows,
+            balance=balance,
+            dry=self.dry,
         )
 
 

@@ -119,7 +119,7 @@ def install(
     model = _transformers_model(model)
     if experts is not None and tokens is None:
         raise UsageError("`experts` needs `tokens`, rows x context of the largest microbatch of any rank.")
-    shared = None if experts is None else Shared(group=experts, tokens=tokens)
+    shared = None if experts is None else Shared(group=experts, tokens=tokens, dry=dry)
     done: list[Part] = []
     keepers: dict[str, Keeper] = {}
 

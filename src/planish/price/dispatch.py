@@ -10,13 +10,12 @@ from typing import Literal
 
 from planish.price.tally import Tally
 
-Kind = Literal["given", "product", "wide", "score"]
-"""A buffer's numbers: as the hidden states, as the products are made, at least float32, or as the scores."""
+Kind = Literal["given", "product", "wide", "score", "index", "code", "byte"]
+"""A buffer's numbers: as the hidden states, as the products are made, at least float32, as the scores, or whole."""
 
 Buffers = dict[str, tuple[tuple[int, ...], Kind]]
 
 _INDEX = 8
-_FEW_ROWS = 4096  # what a small batch may take so that one block does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +59,20 @@ class Experts:
 
     def nbytes(self, buffers: Buffers) -> int:
         """Return the bytes of all `buffers` together."""
+        return sum(prod(shape) * self.sizeof(kind) for shape, kind in buffers.values())
+
+    def sizeof(self, kind: Kind) -> int:
+        """Return the bytes of one number."""
         sizes = {
             "given": self.itemsize,
             "product": self.product_itemsize,
             "wide": self.wide_itemsize,
             "score": self.score_itemsize,
+            "index": _INDEX,
+            "code": 4,
+            "byte": 1,
         }
-        return sum(prod(shape) * sizes[kind] for shape, kind in buffers.values())
+        return sizes[kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +92,6 @@ def tile_rows(experts: Experts, tile_bytes: int) -> int:
     """Return how many routes of one expert are at work at once."""
     row = {name: shape for name, (shape, _) in _tile(experts, 1, backward=True).items()}
     return max(1, tile_bytes // (sum(map(prod, row.values())) * experts.product_itemsize))
-
-
-def block_rows_of(asked: int | None, tokens: int, num_ranks: int) -> int:
-    """Return how many rows a rank sends or receives at a time: as `asked`, or a microbatch, and never more than all."""
-    return min(asked or max(tokens, _FEW_ROWS), num_ranks * tokens)
 
 
 def forward_buffers(experts: Experts, tokens: int, tile_rows: int, block_rows: int) -> Buffers:

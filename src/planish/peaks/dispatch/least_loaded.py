@@ -9,9 +9,10 @@ receives at most a row for each token of a stride, P * ceil(N / G) of them, whic
 routing. G is prime: a router that repeats itself every so many tokens would otherwise hit the same strides.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil, isqrt
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -109,30 +110,6 @@ class _Room:
         return tuple(lent)
 
 
-def num_strides(max_tokens: int, block_rows: int, num_ranks: int) -> int:
-    """Return into how many strides tokens are dealt so that one stride never fills a block: 1 or a prime.
-
-    Args:
-        max_tokens: The most tokens that any rank can have.
-        block_rows: Rows that a rank may receive at a time.
-        num_ranks: Ranks that share the experts.
-
-    Raises:
-        ValueError: Fewer rows than ranks.
-    """
-    if block_rows < num_ranks:
-        raise ValueError(
-            f"`block_rows` must be at least the number of ranks, {num_ranks}: each of them may send a token to the "
-            f"same one; got {block_rows}, {num_ranks} is the smallest that works."
-        )
-    needed = ceil(max_tokens / (block_rows // num_ranks))
-    return 1 if needed <= 1 else next(each for each in range(needed, 2 * needed + 1) if _is_prime(each))
-
-
-def _is_prime(number: int) -> bool:
-    return number > 1 and all(number % each for each in range(2, isqrt(number) + 1))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """One expert that several ranks work on.
@@ -159,31 +136,41 @@ class LayerPlan:
         shares: Of each expert.
         splits: The experts that several ranks work on.
         blocks: (first stride, end) of each block.
-        arrivals: [blocks, E, P], routes of each expert that each rank works on in each block.
+        loads: [blocks, E], routes of each expert in each block.
     """
 
     shares: tuple[Shares, ...]
     splits: dict[int, Split]
     blocks: tuple[tuple[int, int], ...]
-    arrivals: Counts
+    loads: Counts
 
-    def foreign(self, rank: int, bounds: Sequence[int]) -> tuple[int, ...]:
-        """Return the experts of others that `rank` works on, in order."""
-        native = range(bounds[rank], bounds[rank + 1])
-        return tuple(
-            expert
-            for expert, shares in enumerate(self.shares)
-            if expert not in native and any(each == rank for each, _ in shares)
-        )
+    def arrivals(self, rank: int) -> Counts:
+        """Return [blocks, E], the routes of each expert that `rank` works on in each block."""
+        alone = np.array([len(shares) == 1 and shares[0][0] == rank for shares in self.shares])
+        found = np.where(alone, self.loads, 0)
+        for expert, split in self.splits.items():
+            if rank in split.ranks:
+                index = split.ranks.index(rank)
+                pieces = split.bounds[:, index + 1] - split.bounds[:, index]
+                found[:, expert] = np.add.reduceat(pieces, [first for first, _ in self.blocks])
+        return found
+
+    def foreign(self, bounds: Sequence[int]) -> list[list[int]]:
+        """Return the experts of others that each rank works on, in order."""
+        found: list[list[int]] = [[] for _ in bounds[1:]]
+        for expert, shares in enumerate(self.shares):
+            for rank, _ in shares:
+                if not bounds[rank] <= expert < bounds[rank + 1]:
+                    found[rank].append(expert)
+        return found
 
     def spilled(self, bounds: Sequence[int]) -> int:
         """Return how many routes are not worked on by their expert's owner."""
-        owners = np.searchsorted(bounds, np.arange(len(self.shares)), side="right") - 1
         return sum(
             routes
-            for owner, shares in zip(owners, self.shares, strict=True)
+            for expert, shares in enumerate(self.shares)
             for rank, routes in shares
-            if rank != owner
+            if not bounds[rank] <= expert < bounds[rank + 1]
         )
 
 
@@ -195,53 +182,67 @@ def plan_layer(
     Exactness:     in no block does a rank send or receive more than `block_rows` rows.
 
     Args:
-        counts: [P, G, E], routes of each source rank, stride and expert.
+        counts: [P, E, G], routes of each source rank, expert and stride.
         tokens: [P, G], tokens of each source rank and stride.
         bounds: The first expert of each rank, and the number of experts.
         block_rows: Rows that a rank may send or receive at a time.
         balance: How far the load is levelled.
     """
-    num_ranks, num_strides_, num_experts = counts.shape
-    shares = assign(counts.sum((0, 1)).tolist(), bounds, balance)
-    splits = {expert: _split(counts[:, :, expert], each) for expert, each in enumerate(shares) if len(each) > 1}
-    whole = np.array([expert for expert, each in enumerate(shares) if len(each) == 1], np.int64)
-    ranks = np.array([shares[expert][0][0] for expert in whole], np.int64)
-    placed = np.zeros((num_experts, num_ranks))
-    placed[whole, ranks] = 1
-    routes = (counts @ placed).astype(np.int64)  # exact below 2^53, and many times faster than integers
-    arrivals = np.zeros((num_strides_, num_experts, num_ranks), np.int64)
-    arrivals[:, whole, ranks] = counts.sum(0)[:, whole]
-    for expert, split in splits.items():
-        ends = split.starts + counts[:, :, expert]
-        for index, rank in enumerate(split.ranks):
-            begin, end = split.bounds[:, index], split.bounds[:, index + 1]
-            routes[:, :, rank] += np.clip(np.minimum(ends, end) - np.maximum(split.starts, begin), 0, None)
-            arrivals[:, expert, rank] = end - begin
-    blocks = _merge(np.minimum(routes, tokens[:, :, None]), block_rows)
-    by_block = np.add.reduceat(arrivals, [first for first, _ in blocks], axis=0)
-    return LayerPlan(shares=shares, splits=splits, blocks=blocks, arrivals=by_block)
+    per_stride = counts.sum(0, dtype=np.int64)
+    shares = assign(per_stride.sum(1).tolist(), bounds, balance)
+    splits = {expert: _split(counts[:, expert], each) for expert, each in enumerate(shares) if len(each) > 1}
+    routes = _routes(counts, bounds)
+    for expert, each in enumerate(shares):
+        owner = bisect_right(bounds, expert) - 1
+        if len(each) > 1 or (each and each[0][0] != owner):
+            routes[:, owner] -= counts[:, expert]
+            for rank, piece in _pieces(counts[:, expert], each, splits.get(expert)):
+                routes[:, rank] += piece
+    blocks = _merge(np.minimum(routes, tokens[:, None]), block_rows)
+    loads = np.add.reduceat(per_stride.T, [first for first, _ in blocks], axis=0)
+    return LayerPlan(shares=shares, splits=splits, blocks=blocks, loads=loads)
+
+
+def _routes(counts: Counts, bounds: Sequence[int]) -> Counts:
+    """Return [source, destination, G], routes by their experts' owners."""
+    num_ranks = len(bounds) - 1
+    routes = np.zeros((len(counts), num_ranks, counts.shape[2]), np.int64)
+    holds = [rank for rank in range(num_ranks) if bounds[rank] < bounds[rank + 1]]
+    routes[:, holds] = np.add.reduceat(counts, [bounds[rank] for rank in holds], axis=1)
+    return routes
+
+
+def _pieces(counts: Counts, shares: Shares, split: Split | None) -> Iterator[tuple[int, Counts]]:
+    """Yield (rank, [P, G] routes of one expert that go there)."""
+    if split is None:
+        yield shares[0][0], counts
+        return
+    ends = split.starts + counts
+    for index, rank in enumerate(split.ranks):
+        begin, end = split.bounds[:, index], split.bounds[:, index + 1]
+        yield rank, np.clip(np.minimum(ends, end) - np.maximum(split.starts, begin), 0, None)
 
 
 def _split(counts: Counts, shares: Shares) -> Split:
     """Return the pieces of one expert, in every stride as near to the shares as whole routes can be."""
-    num_ranks, num_strides_ = counts.shape
-    left = np.cumsum(counts.sum(0))  # routes up to the end of each stride, less those of the holders so far
+    num_ranks, num_strides = counts.shape
+    left = np.cumsum(counts.sum(0, dtype=np.int64))  # up to the end of each stride, less those of the holders so far
     rest = sum(routes for _, routes in shares)
-    bounds = np.zeros((num_strides_, len(shares) + 1), np.int64)
+    bounds = np.zeros((num_strides, len(shares) + 1), np.int64)
     for index, (_, routes) in enumerate(shares):
         taken = left * routes // rest if rest else left
         bounds[:, index + 1] = bounds[:, index] + np.diff(taken, prepend=0)
         left, rest = left - taken, rest - routes
-    order = (np.arange(num_ranks)[:, None] + np.arange(num_strides_)) % num_ranks
+    order = (np.arange(num_ranks)[:, None] + np.arange(num_strides)) % num_ranks
     listed = np.take_along_axis(counts, order, 0)
-    starts = np.empty_like(listed)
-    np.put_along_axis(starts, order, np.cumsum(listed, 0) - listed, 0)
+    starts = np.empty(counts.shape, np.int64)
+    np.put_along_axis(starts, order, np.cumsum(listed, 0, dtype=np.int64) - listed, 0)
     return Split(ranks=tuple(rank for rank, _ in shares), bounds=bounds, starts=starts)
 
 
 def _merge(rows: Counts, block_rows: int) -> tuple[tuple[int, int], ...]:
-    """Return blocks of as many strides as may go together; `rows` is [source, stride, destination], at most."""
-    per_stride = np.concatenate([rows.sum(0), rows.sum(2).T], axis=1)  # received by, and sent by, each rank
+    """Return blocks of as many strides as may go together; `rows` is [source, destination, stride], at most."""
+    per_stride = np.concatenate([rows.sum(0), rows.sum(1)]).T  # received by, and sent by, each rank
     blocks, first, held = [], 0, np.zeros(per_stride.shape[1], np.int64)
     for stride, added in enumerate(per_stride):
         if stride > first and (held + added).max() > block_rows:

@@ -71,7 +71,7 @@ def pipelined_experts(hidden: Tensor, ids: Tensor, scores: Tensor, weights: Weig
         ValueError: Shapes that do not fit one another.
         TypeError: Hidden states of another dtype than the weights.
     """
-    _check(hidden, ids, scores, weights)
+    check(hidden, ids, scores, weights)
     held = (weights.up, weights.down, weights.up_bias, weights.down_bias)
     return _Pipelined.apply(ids, weights.transposed, options, hidden, scores, *held)
 
@@ -182,16 +182,30 @@ def _total(result: Tensor, buffers: Buffers) -> Tensor:
 
 def allocate(listed: dict[str, tuple[tuple[int, ...], str]], hidden: Tensor, scores: Tensor) -> Buffers:
     """Return the buffers that a price lists."""
-    dtypes = {
+    dtypes = dtypes_of(hidden, scores)
+    return {name: hidden.new_empty(shape, dtype=dtypes[kind]) for name, (shape, kind) in listed.items()}
+
+
+def dtypes_of(hidden: Tensor, scores: Tensor) -> dict[str, torch.dtype]:
+    """Return the dtype of each kind of buffer."""
+    return {
         "given": hidden.dtype,
         "product": products_in(hidden.dtype, hidden.device),
         "wide": torch.promote_types(hidden.dtype, torch.float32),
         "score": scores.dtype,
+        "index": torch.int64,
+        "code": torch.int32,
+        "byte": torch.uint8,
     }
-    return {name: hidden.new_empty(shape, dtype=dtypes[kind]) for name, (shape, kind) in listed.items()}
 
 
-def _check(hidden: Tensor, ids: Tensor, scores: Tensor, weights: Weights) -> None:
+def check(hidden: Tensor, ids: Tensor, scores: Tensor, weights: Weights) -> None:
+    """Refuse operands that do not belong together.
+
+    Raises:
+        ValueError: Shapes that do not fit one another.
+        TypeError: Hidden states of another dtype than the weights.
+    """
     if hidden.dtype != weights.up.dtype:
         raise TypeError(
             f"`hidden` must have the experts' dtype, {weights.up.dtype}; got {hidden.dtype}. Cast it, or leave out "

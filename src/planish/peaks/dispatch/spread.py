@@ -3,9 +3,12 @@
 [Note: pipeline] Rows of block i + 1 travel while block i is computed, and its results travel back while the next one
 is; so two blocks' rows are here at a time, in slots that take turns. All ranks have the same blocks and issue the same
 collectives in the same order; nothing is sent from one rank to another alone, and no rank waits for a barrier.
+
+[Note: rows] All that belongs to a token travels as one row of bytes, in one collective: its hidden state, its scores
+and the codes of its routes; in backward its gradient too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from planish.peaks.dispatch.experts import Desk, Rows, Sums, Weights
-from planish.peaks.dispatch.pipelined import Load, Options, allocate, max_over_mean, sizes_of
-from planish.peaks.dispatch.trip import Parcel, Ranks, Trip, lending
-from planish.price.dispatch import backward_buffers, forward_buffers
+from planish.peaks.dispatch.experts import Buffers, Desk, Rows, Sums, Weights
+from planish.peaks.dispatch.pipelined import Options, allocate, check, dtypes_of, sizes_of
+from planish.peaks.dispatch.trip import Parcel, Ranks, Trip, plan_trip
+from planish.price.dispatch import Experts
+from planish.price.dispatch_ranks import Row, offsets, rank_buffers, return_buffers, returned_row, sent_row
+
+Fields = dict[str, Tensor]
 
 
 def spread_experts(
@@ -30,9 +36,11 @@ def spread_experts(
     number of tokens, none included.
 
     Memory:        `block_rows` rows eight times (two to send, two received, two results, two returned) and their sum;
-                   the experts borrowed, at most `balance.max_foreign`; tiles. Nothing depends on the routing.
-    Communication: forward: each row there and back once; backward: rows and their gradients there, gradients back;
-                   each borrowed expert once each way. Behind the computation of the block before.
+                   the experts borrowed, at most `balance.max_foreign`, and as many on their way; tiles. Kept for
+                   backward: the arguments and 4 bytes a route. Nothing depends on the routing.
+    Communication: two small collectives of counts; forward: each row there and back once; backward: rows and their
+                   gradients there, gradients back, one collective each way and block, behind the computation of the
+                   block before; each borrowed expert there in both passes, and its gradient back.
     Exactness:     equal up to the order of summation, for any number of ranks.
 
     Args:
@@ -44,8 +52,10 @@ def spread_experts(
         ranks: Who shares the experts.
 
     Raises:
-        ValueError: More tokens than were announced, or fewer `block_rows` than ranks.
+        ValueError: More tokens than were announced, fewer `block_rows` than ranks, shapes that do not fit one another.
+        TypeError: Hidden states of another dtype than the weights.
     """
+    check(hidden, ids, scores, weights)
     held = (weights.up, weights.down, weights.up_bias, weights.down_bias)
     return _Spread.apply(ids, weights.transposed, options, ranks, hidden, scores, *held)
 
@@ -55,27 +65,26 @@ class _Spread(torch.autograd.Function):
     def forward(
         ctx: Any, ids: Tensor, transposed: bool, options: Options, ranks: Ranks, *operands: Tensor | None
     ) -> Tensor:
-        trip = Trip(ids, ranks)
+        trip, exchanged = plan_trip(ids, ranks)
         ctx.save_for_backward(*operands)
         ctx.trip, ctx.transposed, ctx.options, ctx.ranks = trip, transposed, options, ranks
         hidden, scores, up, down, up_bias, down_bias = operands
         weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=transposed)
-        rank = _Rank(trip, ranks, options, weights, hidden, scores, top_k=ids.shape[1], backward=False)
-        result = hidden.new_zeros(hidden.shape, dtype=rank.wide)
+        result = hidden.new_zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        rank = _Rank(trip, ranks, options, weights, hidden, scores, backward=False)
 
-        def work(block: int, here: Arrived) -> list[Tensor]:
+        def work(parcel: Parcel, here: Fields, back: Fields) -> None:
             total = rank.total(here)
-            for desk, rows, _ in rank.turns(block, here, None):
+            for desk, rows, _ in rank.turns(parcel, here):
                 desk.add_outputs(rows, total)
-            return [here.results[0].copy_(total)]
+            back["hidden"].copy_(total)
 
-        def fold(parcel: Parcel, back: list[Tensor]) -> None:
-            rank.add(result, parcel.tokens, back[0])
+        def fold(tokens: Tensor, back: Fields) -> None:
+            rank.add(result, tokens, back["hidden"])
 
-        rank.run(work, fold, sources=[hidden], scores=scores)
-        loads = trip.plan.arrivals.sum((0, 2))
-        spilled = trip.plan.spilled(ranks.bounds)
-        options.seen(Load(max_over_mean=max_over_mean(loads), spilled=spilled, blocks=trip.num_blocks))
+        rank.run(work, fold, {"hidden": hidden, "scores": scores})
+        del rank, exchanged
+        options.seen(trip.load)
         return result.to(hidden.dtype)
 
     @staticmethod
@@ -85,43 +94,66 @@ class _Spread(torch.autograd.Function):
         trip, ranks = ctx.trip, ctx.ranks
         _, need_scores, *wanted = ctx.needs_input_grad[4:]
         weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=ctx.transposed)
-        rank = _Rank(trip, ranks, ctx.options, weights, hidden, scores, top_k=scores.shape[1], backward=True)
+        rank = _Rank(trip, ranks, ctx.options, weights, hidden, scores, backward=True)
         sums = [Sums(each, tuple(wanted), once=False, buffers=rank.buffers) for each in (weights, rank.borrowed)]
-        by_hidden = hidden.new_zeros(hidden.shape, dtype=rank.wide)
+        by_hidden = hidden.new_zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         by_scores = scores.new_zeros(scores.shape)
 
-        def work(block: int, here: Arrived) -> list[Tensor]:
-            total, of_scores = rank.total(here), here.results[1].zero_()
-            for desk, rows, sum_ in rank.turns(block, here, sums):
+        def work(parcel: Parcel, here: Fields, back: Fields) -> None:
+            total, of_scores = rank.total(here), rank.buffers["gradients of scores"][: len(here["scores"])].zero_()
+            for desk, rows, index in rank.turns(parcel, here):
                 desk.add_gradients(
-                    rows, here.rows[1], total=total, scores=of_scores if need_scores else None, sums=sum_
+                    rows, here["grad"], total=total, scores=of_scores if need_scores else None, sums=sums[index]
                 )
-            return [here.results[0].copy_(total), of_scores]
+            back["hidden"].copy_(total)
+            back["scores"].copy_(of_scores)
 
-        def fold(parcel: Parcel, back: list[Tensor]) -> None:
-            rank.add(by_hidden, parcel.tokens, back[0])
-            by_scores.index_add_(0, parcel.tokens, back[1])
+        def fold(tokens: Tensor, back: Fields) -> None:
+            rank.add(by_hidden, tokens, back["hidden"])
+            by_scores.index_add_(0, tokens, back["scores"])
 
-        rank.run(work, fold, sources=[hidden, grad.contiguous()], scores=scores)
-        rank.return_sums(*sums)
-        return None, None, None, None, by_hidden.to(hidden.dtype), by_scores, *sums[0].finish()
+        rank.run(work, fold, {"hidden": hidden, "grad": grad.contiguous(), "scores": scores})
+        rank.close()
+        if any(wanted):
+            rank.return_sums(*sums)
+        sums.pop()
+        by_hidden = by_hidden.to(hidden.dtype)
+        return None, None, None, None, by_hidden, by_scores, *sums[0].finish()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrived:
-    """One block's rows from all ranks.
+class _Slot:
+    """One block's rows on their way, as bytes and field by field; blocks take turns in two slots.
 
     Attributes:
-        rows: [R, D] each: hidden states, and gradients of results in backward.
-        ids: [R, K].
-        scores: [R, K].
-        results: Where what goes back is to be written: [R, D], and [R, K] in backward.
+        whole: "send", "take", "result" and "back", [B, bytes].
+        fields: Their columns.
     """
 
-    rows: list[Tensor]
-    ids: Tensor
-    scores: Tensor
-    results: list[Tensor]
+    whole: dict[str, Tensor]
+    fields: dict[str, Fields]
+
+    @classmethod
+    def of(
+        cls, buffers: Buffers, index: int, sizes: Experts, dtypes: dict[str, torch.dtype], backward: bool
+    ) -> "_Slot":
+        """Return the slot that lies in `buffers`."""
+        sent, returned = (each(sizes, backward=backward) for each in (sent_row, returned_row))
+        rows = {"send": sent, "take": sent, "result": returned, "back": returned}
+        whole = {way: buffers[f"{way} {index}"] for way in rows}
+        return cls(whole=whole, fields={way: _columns(whole[way], row, sizes, dtypes) for way, row in rows.items()})
+
+    def first(self, way: str, num: int) -> Fields:
+        """Return the fields of the first `num` rows."""
+        return {name: each[:num] for name, each in self.fields[way].items()}
+
+
+def _columns(whole: Tensor, row: Row, sizes: Experts, dtypes: dict[str, torch.dtype]) -> Fields:
+    begins, _ = offsets(row, sizes)
+    return {
+        name: whole[:, begins[name] : begins[name] + columns * sizes.sizeof(kind)].view(dtypes[kind])
+        for name, (columns, kind) in row.items()
+    }
 
 
 class _Rank:
@@ -136,125 +168,116 @@ class _Rank:
         hidden: Tensor,
         scores: Tensor,
         *,
-        top_k: int,
         backward: bool,
     ) -> None:
         self._trip, self._ranks, self._weights = trip, ranks, weights
-        self.wide = torch.promote_types(hidden.dtype, torch.float32)
-        size, ids = ranks.block_rows, scores.new_empty(0, top_k)
-        listed = (backward_buffers if backward else forward_buffers)(
-            sizes_of(hidden, ids, scores, weights, options.gate), size, options.tile_rows, size
-        )
+        self._sizes = sizes_of(hidden, trip.codes, scores, weights, options.gate)
+        self._dtypes = dtypes_of(hidden, scores)
+        listed = rank_buffers(self._sizes, ranks.launch, options.tile_rows, backward=backward)
         self.buffers = allocate(listed, hidden, scores)
-        D, K, rows = hidden.shape[1], top_k, 2 if backward else 1
         self._slots = [
-            {
-                **{f"{way} {index}": hidden.new_empty(size, D) for way in ("send", "take") for index in range(rows)},
-                **{f"{way} ids": torch.empty(size, K, dtype=torch.int64) for way in ("send", "take")},
-                **{f"{way} scores": scores.new_empty(size, K) for way in ("send", "take")},
-                **{f"{way} 0": hidden.new_empty(size, D) for way in ("result", "back")},
-                **({f"{way} 1": scores.new_empty(size, K) for way in ("result", "back")} if backward else {}),
-            }
-            for _ in range(2)
+            _Slot.of(self.buffers, index, self._sizes, self._dtypes, backward=backward) for index in range(2)
         ]
-        self._total = hidden.new_empty(size, D, dtype=self.wide)
-        self._raised = hidden.new_empty(size, D, dtype=self.wide) if self.wide != hidden.dtype else None
-        self._num_rows, self._num_results = rows, rows
         self.borrowed = self._borrow()
         self._desks = [Desk(each, options.gate, self.buffers) for each in (weights, self.borrowed)]
 
-    def run(self, work: Any, fold: Any, *, sources: list[Tensor], scores: Tensor) -> None:
+    def run(
+        self,
+        work: Callable[[Parcel, Fields, Fields], None],
+        fold: Callable[[Tensor, Fields], None],
+        sources: Fields,
+    ) -> None:
         """Carry all blocks through: send, `work` on what arrives, send back, `fold` what returns."""
-        trip = self._trip
-        coming = self._send(0, sources, scores)
-        returning: tuple[Parcel, list[Tensor], list[dist.Work]] | None = None
-        for block in range(trip.num_blocks):
-            parcel, here, waits = coming
-            if block + 1 < trip.num_blocks:
-                coming = self._send(block + 1, sources, scores)
-            _wait(waits)
-            results = work(block, here)
-            slot = self._slots[block % 2]
-            back = [slot[f"back {index}"][: sum(parcel.sent)] for index in range(len(results))]
-            sent = [
-                self._swap(mine, theirs, parcel.sent, parcel.received)
-                for mine, theirs in zip(back, results, strict=True)
-            ]
+        parcels, returning = self._trip.parcels, None
+        coming = self._send(0, sources)
+        for block, parcel in enumerate(parcels):
+            slot, waiting = self._slots[block % 2], coming
+            if block + 1 < len(parcels):
+                coming = self._send(block + 1, sources)
+            waiting.wait()
+            num_sent, num_received = sum(parcel.sent), sum(parcel.received)
+            work(parcel, slot.first("take", num_received), slot.first("result", num_received))
+            sent_back = self._swap(
+                slot.whole["back"][:num_sent], slot.whole["result"][:num_received], parcel.sent, parcel.received
+            )
             if returning is not None:
-                _wait(returning[2])
-                fold(*returning[:2])
-            returning = parcel, back, sent
-        _wait(returning[2])
-        fold(*returning[:2])
+                self._receive(*returning, fold)
+            returning = block, sent_back
+        self._receive(*returning, fold)
 
-    def _send(self, block: int, sources: list[Tensor], scores: Tensor) -> tuple[Parcel, Arrived, list[dist.Work]]:
-        parcel, slot = self._trip.parcel(block), self._slots[block % 2]
-        num_sent, num_received = sum(parcel.sent), sum(parcel.received)
-        slot["send ids"][:num_sent].copy_(parcel.ids)
-        torch.index_select(scores, 0, parcel.tokens, out=slot["send scores"][:num_sent])
-        for index, source in enumerate(sources):
-            torch.index_select(source, 0, parcel.tokens, out=slot[f"send {index}"][:num_sent])
-        names = [*map(str, range(len(sources))), "ids", "scores"]
-        taken = [slot[f"take {name}"][:num_received] for name in names]
-        waits = [
-            self._swap(mine, slot[f"send {name}"][:num_sent], parcel.received, parcel.sent)
-            for name, mine in zip(names, taken, strict=True)
-        ]
-        *rows, ids, of_scores = taken
-        results = [slot[f"result {index}"][:num_received] for index in range(self._num_results)]
-        return parcel, Arrived(rows=rows, ids=ids, scores=of_scores, results=results), waits
+    def _send(self, block: int, sources: Fields) -> dist.Work:
+        parcel, slot, num = self._trip.parcels[block], self._slots[block % 2], sum(self._trip.parcels[block].sent)
+        tokens = self._tokens(block).copy_(parcel.tokens)
+        for name, field in slot.first("send", num).items():
+            torch.index_select(self._trip.codes if name == "codes" else sources[name], 0, tokens, out=field)
+        num_received = sum(parcel.received)
+        return self._swap(slot.whole["take"][:num_received], slot.whole["send"][:num], parcel.received, parcel.sent)
+
+    def _receive(self, block: int, sent_back: dist.Work, fold: Callable[[Tensor, Fields], None]) -> None:
+        sent_back.wait()
+        tokens = self._tokens(block)
+        fold(tokens, self._slots[block % 2].first("back", len(tokens)))
+
+    def _tokens(self, block: int) -> Tensor:
+        """Return where the tokens lie whose rows are sent in `block`; three blocks are on their way at a time."""
+        return self.buffers[f"tokens {block % 3}"][: len(self._trip.parcels[block].tokens)]
 
     def _swap(self, mine: Tensor, theirs: Tensor, received: list[int], sent: list[int]) -> dist.Work:
         return dist.all_to_all_single(mine, theirs, received, sent, group=self._ranks.group, async_op=True)
 
-    def turns(self, block: int, here: Arrived, sums: list[Sums] | None) -> Iterator[tuple[Desk, Rows, Sums | None]]:
+    def turns(self, parcel: Parcel, here: Fields) -> Iterator[tuple[Desk, Rows, int]]:
         """Yield this rank's own experts and those that it borrows, with their part of the block's routes."""
-        ends, num_native = self._trip.ends(block), self._weights.num_experts
-        order = torch.sort(self._trip.slots[here.ids.flatten()], stable=True).indices[: ends[-1] if ends else 0]
-        row = order // here.ids.shape[1]
+        ends, num_native, buffers = parcel.ends, self._weights.num_experts, self.buffers
+        num, top_k = here["codes"].numel(), here["codes"].shape[1]
+        names = ("routes", "sorted routes", "order", "row of route")
+        routes, in_order, order, row = (buffers[name][:num] for name in names)
+        scores = buffers["scores of rows"][: len(here["scores"])].copy_(here["scores"])
+        codes = in_order.view(-1, top_k).copy_(here["codes"]).view(-1)
+        torch.index_select(self._trip.slots, 0, codes, out=routes)
+        torch.sort(routes, stable=True, out=(in_order, order))
+        torch.div(order, top_k, rounding_mode="floor", out=row)
         middle = ends[num_native - 1] if num_native else 0
-        parts = (slice(0, middle), ends[:num_native]), (slice(middle, None), ends[num_native:])
+        last = ends[-1] if ends else 0
+        parts = (slice(0, middle), ends[:num_native]), (slice(middle, last), ends[num_native:])
         for index, (part, its_ends) in enumerate(parts):
-            begin = middle if index else 0
             rows = Rows(
-                hidden=here.rows[0],
-                scores=here.scores,
+                hidden=here["hidden"],
+                scores=scores,
                 order=order[part],
                 row=row[part],
-                ends=tuple(each - begin for each in its_ends),
+                ends=tuple(each - part.start for each in its_ends),
             )
-            yield self._desks[index], rows, None if sums is None else sums[index]
+            yield self._desks[index], rows, index
 
-    def total(self, here: Arrived) -> Tensor:
+    def total(self, here: Fields) -> Tensor:
         """Return zeros for the sums of a block's rows."""
-        return self._total[: len(here.ids)].zero_()
+        return self.buffers["total"][: len(here["hidden"])].zero_()
 
     def add(self, result: Tensor, tokens: Tensor, rows: Tensor) -> None:
         """Add rows that came back to their tokens."""
-        if self._raised is not None:
-            rows = self._raised[: len(rows)].copy_(rows)
-        result.index_add_(0, tokens, rows)
+        result.index_add_(0, tokens, self.buffers["total"][: len(rows)].copy_(rows))
+
+    def close(self) -> None:
+        """Free the buffers; what was borrowed stays with whoever holds it."""
+        self.buffers.clear()
+        self._slots.clear()
+        self._desks.clear()
 
     def _borrow(self) -> Weights:
-        """Return the weights of the experts that this rank borrows: one collective for each, sent by their owners."""
-        trip, ranks, own = self._trip, self._ranks, _held(self._weights)
+        """Return the weights of the experts that this rank borrows, which their owners send."""
+        ranks, own = self._ranks, _held(self._weights)
         shapes = [each.shape[1:] for each in own]
-        sizes = [shape.numel() for shape in shapes]
-        most = max(map(len, trip.foreign))
-        limit = ranks.balance.max_foreign
-        taken = own[0].new_empty(most if limit is None else limit, sum(sizes))
-        given = self._given = own[0].new_empty(ranks.size - 1, sum(sizes))  # here to the end: gloo lets go late
-        for turn in range(most):
-            lent = lending(trip.foreign, ranks.bounds, turn)
-            mine = [(helper, expert) for owner, helper, expert in lent if owner == ranks.rank]
+        taken, given = self.buffers.pop("borrowed"), self.buffers["lent"]  # all are here to the end: gloo lets go late
+        for turn in self._trip.turns:
+            mine = [(helper, expert) for owner, helper, expert in turn if owner == ranks.rank]
             for place, (_, expert) in enumerate(mine):
                 local = expert - ranks.bounds[ranks.rank]
                 torch.cat([each[local].flatten() for each in own], out=given[place])
             sent = [sum(helper == rank for helper, _ in mine) for rank in range(ranks.size)]
-            received = [
-                sum(owner == rank and helper == ranks.rank for owner, helper, _ in lent) for rank in range(ranks.size)
-            ]
-            _wait([self._swap(taken[turn : turn + sum(received)], given[: len(mine)], received, sent)])
+            from_, place = self._comes(turn)
+            received = [int(rank == from_) for rank in range(ranks.size)]
+            self._swap(taken[place : place + sum(received)], given[: len(mine)], received, sent).wait()
+        sizes = [shape.numel() for shape in shapes]
         parts = [part.view(-1, *shape) for part, shape in zip(taken.split(sizes, 1), shapes, strict=True)]
         return Weights(
             up=parts[0],
@@ -264,25 +287,28 @@ class _Rank:
             transposed=self._weights.transposed,
         )
 
+    def _comes(self, turn: list[tuple[int, int, int]]) -> tuple[int, int]:
+        """Return (owner, place at the desk) of what this rank borrows in a turn; (-1, 0) where that is nothing."""
+        foreign = self._trip.foreign[self._ranks.rank]
+        found = [(owner, foreign.index(expert)) for owner, helper, expert in turn if helper == self._ranks.rank]
+        return found[0] if found else (-1, 0)
+
     def return_sums(self, own: Sums, borrowed: Sums) -> None:
-        """Send the gradients of what was borrowed home, where they are added by the borrowers' rank."""
-        trip, ranks = self._trip, self._ranks
+        """Send the gradients of what was borrowed home, where they are added in the order of turns and ranks."""
+        ranks = self._ranks
         sizes = [each.shape[1:].numel() for each in _held(self._weights)]
-        leaving = self._total.new_zeros(1, sum(sizes))
-        coming = self._total.new_empty(ranks.size - 1, sum(sizes))
-        for turn in range(max(map(len, trip.foreign))):
-            lent = lending(trip.foreign, ranks.bounds, turn)
-            home = [owner for owner, helper, _ in lent if helper == ranks.rank]
-            theirs = [(helper, expert) for owner, helper, expert in lent if owner == ranks.rank]
-            sent = [int(rank in home) for rank in range(ranks.size)]
+        buffers = allocate(return_buffers(self._sizes, ranks.launch), self._weights.up, self._weights.up)
+        for turn in self._trip.turns:
+            theirs = [(helper, expert) for owner, helper, expert in turn if owner == ranks.rank]
             received = [sum(helper == rank for helper, _ in theirs) for rank in range(ranks.size)]
-            out, come = leaving[: len(home)], coming[: len(theirs)]
-            if home:
-                for part, target in zip(out[0].split(sizes), borrowed.targets(turn), strict=False):
-                    if target is not None:
-                        part.view(target.shape).copy_(target)
-            _wait([self._swap(come, out, received, sent)])
-            for (_, expert), row in zip(theirs, come, strict=True):
+            home, place = self._comes(turn)
+            sent = [int(rank == home) for rank in range(ranks.size)]
+            leaving, coming = buffers["leaving"][: sum(sent)], buffers["coming"][: len(theirs)]
+            if home >= 0:
+                for part, target in zip(leaving[0].split(sizes), borrowed.targets(place), strict=False):
+                    part.zero_() if target is None else part.view(target.shape).copy_(target)
+            self._swap(coming, leaving, received, sent).wait()
+            for (_, expert), row in zip(theirs, coming, strict=True):
                 local = expert - ranks.bounds[ranks.rank]
                 for part, target in zip(row.split(sizes), own.targets(local), strict=False):
                     if target is not None:
@@ -291,8 +317,3 @@ class _Rank:
 
 def _held(weights: Weights) -> list[Tensor]:
     return [each for each in (weights.up, weights.down, weights.up_bias, weights.down_bias) if each is not None]
-
-
-def _wait(waits: list[dist.Work]) -> None:
-    for each in waits:
-        each.wait()
