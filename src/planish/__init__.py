@@ -12,6 +12,7 @@ _HOMES = {
     "LinearCrossEntropy": "planish.peaks.vocab.losses",
     "linear_cross_entropy": "planish.peaks.vocab.losses",
     "linear_kl": "planish.peaks.vocab.kl",
+    "linear_topk_kl": "planish.peaks.vocab.topk",
     "linear_logprob": "planish.peaks.vocab.losses",
     "ring_linear_cross_entropy": "planish.peaks.vocab.ring",
     "sparse_saved_tensors": "planish.peaks.activation.saved",
@@ -25,6 +26,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_kl",
     "linear_logprob",
+    "linear_topk_kl",
     "ring_linear_cross_entropy",
     "sparse_saved_tensors",
 ]

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 import planish
-from planish.peaks.vocab import kl, losses, ring
+from planish.peaks.vocab import kl, losses, ring, topk
 
 
-@pytest.mark.parametrize("module", [losses, kl])
+@pytest.mark.parametrize("module", [losses, kl, topk])
 def test_examples_run(module):
     outcome = doctest.testmod(module)
     assert (outcome.failed, outcome.attempted > 0) == (0, True)
@@ -18,7 +18,13 @@ def test_examples_run(module):
 
 @pytest.mark.parametrize(
     ("name", "module"),
-    [("linear_logprob", losses), ("linear_cross_entropy", losses), ("LinearCrossEntropy", losses), ("linear_kl", kl)],
+    [
+        ("linear_logprob", losses),
+        ("linear_cross_entropy", losses),
+        ("LinearCrossEntropy", losses),
+        ("linear_kl", kl),
+        ("linear_topk_kl", topk),
+    ],
 )
 def test_public_names(name, module):
     assert name in planish.__all__

@@ -39,13 +39,14 @@ class Objective:
             nll = torch.lerp(nll, lse - mean, self.label_smoothing)
         return torch.addcmul(nll, lse, lse, value=self.z_loss) if self.z_loss else nll
 
-    def slopes(self, lse: Tensor, vocab_size: int) -> Slopes:
-        """Return the derivatives of each token's loss."""
-        return Slopes(
+    def slopes(self, lse: Tensor, vocab_size: int, weights: Tensor | None = None) -> Slopes:
+        """Return the derivatives of each token's loss, times its weight."""
+        found = Slopes(
             softmax=(2 * self.z_loss * lse).add_(1.0) if self.z_loss else None,
             target=torch.full_like(lse, 1.0 - self.label_smoothing),
             uniform=torch.full_like(lse, self.label_smoothing / vocab_size) if self.label_smoothing else None,
         )
+        return found if weights is None else found.weighted(weights)
 
 
 class Upstream(NamedTuple):
@@ -89,14 +90,21 @@ class GradientsInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, task: Task, objective: Objective
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        task: Task,
+        objective: Objective,
+        class_weight: Tensor | None = None,
     ) -> Tensor:
-        """Return the sum over valid tokens of the objective."""
+        """Return the sum over valid tokens of the objective, times the weights of their classes."""
         tiles = Tiles.prepare("both", hidden, weight, bias, target, task)
         grads = Gradients.allocate(tiles.task, hidden, weight, weight_dtype=tiles.work.strip.dtype)
         losses = tiles.work.strip.new_empty(task.num_valid)
         for group in task.row_groups():
-            losses[group] = _derive_in_forward(tiles, group, objective, grads)
+            losses[group] = _derive_in_forward(tiles, group, objective, class_weight, grads)
         ctx.grads = (grads.hidden, grads.weight, grads.bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.logit_scale = task.logit_scale
@@ -116,15 +124,25 @@ class GradientsInForward(torch.autograd.Function):
         ready = [
             None if grad is None else grad.mul_(factor).to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)
         ]
-        return *ready, None, None, None
+        return *ready, None, None, None, None
 
 
-def _derive_in_forward(tiles: Tiles, group: slice, objective: Objective, grads: Gradients) -> Tensor:
+def weights_of(class_weight: Tensor, target: Tensor) -> Tensor:
+    """Return the weight of each token's class; of a token without one, any."""
+    return class_weight[target.clamp(min=0, max=len(class_weight) - 1)]
+
+
+def _derive_in_forward(
+    tiles: Tiles, group: slice, objective: Objective, class_weight: Tensor | None, grads: Gradients
+) -> Tensor:
     """Return the loss of each token of `group`, and add their share to `grads`."""
     task, work = tiles.task, tiles.work
     rows = tiles.load(group)
     row = tiles.scan(group, rows)
-    lse, slopes = row["lse"], objective.slopes(row["lse"], task.head.vocab_size)
+    lse, weights = row["lse"], None
+    if class_weight is not None:
+        weights = weights_of(class_weight, task.rows_of(tiles.target, group)).to(lse.dtype)
+    slopes = objective.slopes(lse, task.head.vocab_size, weights)
     for _, columns in task.column_groups():
         tile = tiles.at(rows, columns)[: len(lse)]
         tiles.derive(tile, group, columns, lse, slopes, grads.bias)
@@ -134,7 +152,8 @@ def _derive_in_forward(tiles: Tiles, group: slice, objective: Objective, grads: 
             tiles.add_hidden_grad(work.row_grads[: len(tile)], tile, columns)
     if grads.hidden is not None:
         task.scatter(work, work.row_grads[: len(lse)], grads.hidden, group)
-    return objective.loss(row["nll"], lse, row.get("mean"))
+    losses = objective.loss(row["nll"], lse, row.get("mean"))
+    return losses if weights is None else losses * weights
 
 
 class Recompute(torch.autograd.Function):
@@ -149,7 +168,10 @@ class Recompute(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, task: Task
     ) -> tuple[Tensor | None, ...]:
-        """Return nll, lse, entropy, mean logit and argmax, [T] each; None where not wanted, 0 where ignored."""
+        """Return nll, lse, entropy, mean logit and argmax, [T] each; None where not wanted, 0 where ignored.
+
+        Of several targets a token, [T, K], nll has that shape too, 0 where one of them is negative.
+        """
         ctx.set_materialize_grads(False)
         ctx.task = task
         found = statistics(hidden, weight, bias, target, task)
@@ -164,9 +186,15 @@ class Recompute(torch.autograd.Function):
         refuse_second_derivatives()
         hidden, weight, bias, target, lse, entropy = ctx.saved_tensors
         tiles = Tiles.prepare("gradients", hidden, weight, bias, target, ctx.task)
+        upstream = (upstream_of(upstream[0], target), *upstream[1:])
         grads = Sweep(tiles=tiles, lse=lse, entropy=entropy, upstream=Upstream(*upstream[:4])).run()
         d_bias = None if grads.bias is None else grads.bias.to(bias.dtype)
         return grads.hidden, grads.weight, d_bias, None, None
+
+
+def upstream_of(nll: Tensor | None, target: Tensor) -> Tensor | None:
+    """Return the upstream of nll, 0 where one of several targets is none."""
+    return nll if nll is None or target.dim() == 1 else nll.masked_fill(target < 0, 0.0)
 
 
 def refuse_second_derivatives() -> None:
@@ -182,7 +210,8 @@ def statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tens
     """
     tiles = Tiles.prepare("statistics", hidden, weight, bias, target, task)
     wanted = task.head.wanted
-    found = {name: tiles.work.strip.new_zeros(len(hidden)) for name in ("nll", *wanted - {"argmax"})}
+    found = {name: tiles.work.strip.new_zeros(len(hidden)) for name in wanted - {"argmax"}}
+    found["nll"] = tiles.work.strip.new_zeros(target.shape)
     if "argmax" in wanted:
         found["argmax"] = target.new_full((len(hidden),), -1)
     for group in task.row_groups():
@@ -288,7 +317,7 @@ class Sweep(TileSweep):
         softmax = self.tiles.work.strip.new_zeros(group.stop - group.start)
         for each in (nll, lse):
             if each is not None:
-                softmax.add_(each)
+                softmax.add_(each if each.dim() == 1 else each.sum(1))
         return Slopes(
             softmax=softmax,
             target=nll,

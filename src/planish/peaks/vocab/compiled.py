@@ -5,20 +5,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planish.peaks.vocab.blocked import STATISTICS, Sweep, Upstream, statistics
+from planish.peaks.vocab.blocked import STATISTICS, Sweep, Upstream, statistics, upstream_of
 from planish.peaks.vocab.inputs import Options, Prepared, check, compute_dtype, lay_out
 from planish.peaks.vocab.tiles import Tiles
 
 
 def each_token(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options, *, wanted: frozenset[str]
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    *,
+    wanted: frozenset[str],
+    several: bool = False,
 ) -> dict[str, Tensor | None]:
     """Return the statistics of each token by name, [T], None where not wanted, from one operator of the graph."""
     if options.strategy == "gradients-in-forward":
         raise ValueError(
             '`strategy` "gradients-in-forward" cannot be traced by `torch.compile`; use "recompute" or "auto".'
         )
-    check(hidden, weight, target, bias)
+    check(hidden, weight, target, bias, several=several)
     compute = compute_dtype(hidden, weight, logits_dtype=options.logits_dtype)
     names = " ".join(sorted(wanted | {"lse"}))
     how = (compute, options.ignore_index, options.logit_scale, options.softcap, options.tile_bytes, names)
@@ -39,7 +46,7 @@ def head_statistics(  # noqa: PLR0913
     tile_bytes: int | None,
     names: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return nll, lse, entropy, mean logit and argmax, [T] each; empty where not among `names`."""
+    """Return nll, lse, entropy, mean logit and argmax, [T] each (nll [T, K]); empty where not among `names`."""
     how = (compute, ignore_index, logit_scale, softcap, tile_bytes, names)
     found = statistics(*_prepared(hidden, weight, bias, target, how, grads=frozenset()))
     return tuple(found[name] if name in found else _empty(hidden, compute, name, 0) for name in STATISTICS)
@@ -47,8 +54,11 @@ def head_statistics(  # noqa: PLR0913
 
 @head_statistics.register_fake
 def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *how: Any) -> tuple[Tensor, ...]:  # noqa: ARG001
-    names = {"nll", *how[-1].split()}
-    return tuple(_empty(hidden, how[0], name, target.numel() if name in names else 0) for name in STATISTICS)
+    names, tokens = set(how[-1].split()), hidden.numel() // hidden.shape[-1]
+    nll = _empty(hidden, how[0], "nll", tokens)
+    if target.dim() == hidden.dim():
+        nll = nll.new_empty(tokens, target.shape[-1])
+    return nll, *(_empty(hidden, how[0], name, tokens if name in names else 0) for name in STATISTICS[1:])
 
 
 def _empty(hidden: Tensor, compute: torch.dtype, name: str, count: int) -> Tensor:
@@ -78,7 +88,8 @@ def head_gradients(  # noqa: PLR0913
     how = (compute, ignore_index, logit_scale, softcap, tile_bytes, names)
     prepared = _prepared(hidden, weight, bias, target, how, grads=frozenset(wanted.split()))
     tiles = Tiles.prepare("gradients", *prepared)
-    grads = Sweep(tiles=tiles, lse=lse, entropy=entropy, upstream=Upstream(*upstream)).run()
+    given = Upstream(upstream_of(upstream[0], prepared.target), *upstream[1:])
+    grads = Sweep(tiles=tiles, lse=lse, entropy=entropy, upstream=given).run()
     d_hidden = None if grads.hidden is None else grads.hidden.reshape(hidden.shape)
     d_bias = None if grads.bias is None else grads.bias.to(bias.dtype)
     return tuple(hidden.new_empty(0) if each is None else each for each in (d_hidden, grads.weight, d_bias))

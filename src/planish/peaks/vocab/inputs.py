@@ -48,7 +48,7 @@ class Options:
 
 
 class Prepared(NamedTuple):
-    """The checked arguments of both autograd functions: hidden [T, D], target [T] of int64."""
+    """The checked arguments of both autograd functions: hidden [T, D], target [T] or [T, K] of int64."""
 
     hidden: Tensor
     weight: Tensor
@@ -66,10 +66,12 @@ def check(
     name: str = "weight",
     prefix: str = "",
     shard: bool = False,
+    several: bool = False,
 ) -> None:
     """Refuse tensors that do not fit together.
 
-    `name` is the weight's argument, `prefix` begins those of hidden states and bias, and a `shard` may have no rows.
+    `name` is the weight's argument, `prefix` begins those of hidden states and bias, a `shard` may have no rows, and
+    with `several` a token may have more than one target, [..., K].
 
     Raises:
         TypeError: Hidden states, weight or bias that are not floating point; a target that is not whole numbers; a
@@ -87,7 +89,8 @@ def check(
             )
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise TypeError(f"`target` must be whole numbers, one class a token, got {target.dtype}.")
-    _check_shapes(hidden, weight, target, bias, name=name, prefix=prefix, shard=shard)
+    one = target[..., 0] if several and target.dim() == hidden.dim() and target.shape[-1] else target
+    _check_shapes(hidden, weight, one, bias, name=name, prefix=prefix, shard=shard)
     for each, tensor in {**tensors, "target": target}.items():
         if tensor.device != weight.device:
             raise ValueError(
@@ -123,7 +126,7 @@ def _check_shapes(
 
 
 def count_valid(target: Tensor, *, ignore_index: int, vocab_size: int, num_valid: int | None) -> int:
-    """Return how many entries of flat `target` are not ignored.
+    """Return how many tokens of `target`, [T] or [T, K], are not ignored.
 
     It is read from the data once, and every class is checked. Fake tensors have no data: all are valid unless
     `num_valid` says otherwise; neither is it read from a device other than the CPU where `num_valid` is given.
@@ -141,14 +144,19 @@ def count_valid(target: Tensor, *, ignore_index: int, vocab_size: int, num_valid
     return found
 
 
+def any_of(valid: Tensor) -> Tensor:
+    """Return which tokens have a valid target, [T], from that of each of their targets, [T] or [T, K]."""
+    return valid if valid.dim() == 1 else valid.any(1)
+
+
 def _read_valid(target: Tensor, *, ignore_index: int, vocab_size: int) -> int:
     valid = target != ignore_index
     outside = valid & ((target < 0) | (target >= vocab_size))
-    num_valid, num_outside = torch.stack([valid.sum(), outside.sum()]).tolist()
+    num_valid, num_outside = torch.stack([any_of(valid).sum(), outside.sum()]).tolist()
     if num_outside:
-        token = int(outside.nonzero()[0])
+        token, *_ = place = outside.nonzero()[0].tolist()
         raise ValueError(
-            f"`target` must be in [0, {vocab_size}) or `ignore_index` ({ignore_index}), got {int(target[token])} at "
+            f"`target` must be in [0, {vocab_size}) or `ignore_index` ({ignore_index}), got {int(target[*place])} at "
             f"token {token} ({num_outside} such tokens)."
         )
     return num_valid
@@ -170,7 +178,14 @@ def compute_dtype(hidden: Tensor, weight: Tensor, *, logits_dtype: str) -> torch
 
 
 def prepare(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options, *, wanted: frozenset[str]
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    *,
+    wanted: frozenset[str],
+    several: bool = False,
 ) -> Prepared:
     """Return the arguments of one call, checked and planned; warn where `tile_bytes` is below the smallest tile.
 
@@ -178,7 +193,7 @@ def prepare(
         TypeError: See `check`.
         ValueError: See `check` and `count_valid`.
     """
-    check(hidden, weight, target, bias)
+    check(hidden, weight, target, bias, several=several)
     grads = needing(hidden=hidden, weight=weight, bias=bias)
     return lay_out(
         hidden,
@@ -204,18 +219,20 @@ def lay_out(
     grads: frozenset[str],
 ) -> Prepared:
     """Return the arguments of one call, flat, with a tiling for these statistics and gradients."""
-    flat, classes = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
+    flat, ignore_index = hidden.reshape(-1, hidden.shape[-1]), options.ignore_index
+    several = target.dim() == hidden.dim()
+    classes = target.reshape((len(flat), target.shape[-1]) if several else (-1,)).long()
     head = describe(flat, weight, bias, options, compute=compute, wanted=wanted, grads=grads)
     tile_bytes = DEFAULT_TILE_BYTES if options.tile_bytes is None else options.tile_bytes
     tiling = choose_tiling(head, tile_bytes=tile_bytes, strategy=options.strategy)
     warn_if_above(tiling.workspace_bytes(head), tile_bytes, stacklevel=5)
-    num_valid = count_valid(
-        classes, ignore_index=options.ignore_index, vocab_size=len(weight), num_valid=options.num_valid
-    )
+    num_valid = count_valid(classes, ignore_index=ignore_index, vocab_size=len(weight), num_valid=options.num_valid)
+    if several:
+        classes, ignore_index = classes.masked_fill(classes == ignore_index, -1), -1
     task = Task(
         head=head,
         tiling=tiling,
-        ignore_index=options.ignore_index,
+        ignore_index=ignore_index,
         num_valid=num_valid,
         logit_scale=options.logit_scale,
         softcap=options.softcap,

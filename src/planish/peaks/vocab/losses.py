@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from planish.peaks.vocab import compiled
-from planish.peaks.vocab.blocked import STATISTICS, GradientsInForward, Objective, Recompute, statistics
+from planish.peaks.vocab.blocked import (
+    STATISTICS,
+    GradientsInForward,
+    Objective,
+    Recompute,
+    statistics,
+    weights_of,
+)
 from planish.peaks.vocab.inputs import LogitsDtype, Options, Prepared, Strategy, prepare
 
 Statistic = Literal["nll", "lse", "entropy", "argmax"]
@@ -19,7 +26,7 @@ class LogProb(NamedTuple):
     """What a head says of each token, in the shape of the target: 0 (argmax: -1) where ignored, None if not wanted.
 
     Attributes:
-        nll: Minus the log-probability of the target.
+        nll: Minus the log-probability of the target, or of each of several.
         lse: Logarithm of the sum of exponentials of the logits.
         entropy: Of the distribution over the vocabulary.
         argmax: The most likely class, the first of equals.
@@ -40,6 +47,7 @@ def linear_logprob(  # noqa: PLR0913
     logit_scale: float = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
+    temperature: float = 1.0,
     want: tuple[Statistic, ...] = ("nll",),
     logits_dtype: LogitsDtype = "auto",
     tile_bytes: int | None = None,
@@ -47,8 +55,8 @@ def linear_logprob(  # noqa: PLR0913
 ) -> LogProb:
     """Return log-probability, lse, entropy and argmax of each token, differentiable under any upstream.
 
-    y = softcap(logit_scale * (hidden @ weight^T + bias)),  lse = log(sum(exp(y))),  nll = lse - y[target],
-    entropy = lse - sum(exp(y - lse) * y).
+    y = softcap(logit_scale * (hidden @ weight^T + bias)) / temperature,  lse = log(sum(exp(y))),
+    nll = lse - y[target],  entropy = lse - sum(exp(y - lse) * y).
 
     Memory: strategy "recompute" of `linear_cross_entropy`. Without gradients: one tile, 4 bytes a token for each
         statistic (argmax: 8), and 8 a valid token where some are ignored.
@@ -58,11 +66,12 @@ def linear_logprob(  # noqa: PLR0913
     Args:
         hidden: Hidden states, [..., D].
         weight: The head's weight, [V, D].
-        target: Class of each token, [...].
+        target: Class of each token, [...], or several classes a token, [..., K], whose nll is then [..., K].
         bias: The head's bias, [V].
         logit_scale: Multiplies the logits (Granite, Cohere).
         softcap: Bounds the scaled logits to softcap * tanh(y / softcap) (Gemma).
-        ignore_index: Target of tokens that are left out.
+        ignore_index: Target of tokens that are left out; of several classes, one that is none.
+        temperature: Divides the logits last, as sampling does; it scales every statistic but argmax.
         want: Which statistics to return.
         logits_dtype: See `linear_cross_entropy`.
         tile_bytes: Bytes of all working buffers together; None is 64 MiB.
@@ -77,17 +86,27 @@ def linear_logprob(  # noqa: PLR0913
 
     Example:
         >>> import torch
-        >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16)
+        >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16, requires_grad=True)
         >>> linear_logprob(hidden, weight, torch.zeros(2, 5, dtype=torch.long), want=("nll", "argmax")).argmax.shape
         torch.Size([2, 5])
+
+        A policy's gradient, with an advantage and an entropy bonus for each token:
+
+        >>> actions, advantage = torch.randint(100, (2, 5)), torch.randn(2, 5)
+        >>> found = linear_logprob(hidden, weight, actions, temperature=0.7, want=("nll", "entropy"))
+        >>> (advantage * found.nll - 0.01 * found.entropy).mean().backward()
+        >>> weight.grad.shape
+        torch.Size([100, 16])
     """
     unknown = sorted(set(want) - set(LogProb._fields))
     if unknown:
         raise ValueError(f"`want` must name any of {', '.join(LogProb._fields)}, got {', '.join(unknown)}.")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"`temperature` must be above 0, got {temperature}.")
     options = Options(
         ignore_index=ignore_index,
-        logit_scale=logit_scale,
-        softcap=softcap,
+        logit_scale=logit_scale / temperature,
+        softcap=None if softcap is None else softcap / temperature,
         logits_dtype=logits_dtype,
         tile_bytes=tile_bytes,
         strategy="recompute",
@@ -95,10 +114,16 @@ def linear_logprob(  # noqa: PLR0913
     )
     wanted = frozenset(want) - {"nll"}
     if torch.compiler.is_compiling():
-        found = compiled.each_token(hidden, weight, target, bias, options, wanted=wanted)
+        found = compiled.each_token(hidden, weight, target, bias, options, wanted=wanted, several=True)
     else:
-        found = _each_token(prepare(hidden, weight, target, bias, options, wanted=wanted))
-    return LogProb(*(found[name].reshape(target.shape) if name in want else None for name in LogProb._fields))
+        found = _each_token(prepare(hidden, weight, target, bias, options, wanted=wanted, several=True))
+    shapes = {"nll": target.shape}
+    return LogProb(
+        *(
+            found[name].reshape(shapes.get(name, hidden.shape[:-1])) if name in want else None
+            for name in LogProb._fields
+        )
+    )
 
 
 def linear_cross_entropy(  # noqa: PLR0913
@@ -107,6 +132,8 @@ def linear_cross_entropy(  # noqa: PLR0913
     target: Tensor,
     *,
     bias: Tensor | None = None,
+    target_probs: Tensor | None = None,
+    class_weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     divisor: float | Tensor | None = None,
@@ -122,19 +149,24 @@ def linear_cross_entropy(  # noqa: PLR0913
     """Return the cross-entropy of a linear head without its logits.
 
     y = softcap(logit_scale * (hidden @ weight^T + bias)),  lse = log(sum(exp(y))); the loss of one token is
-    (1 - label_smoothing) (lse - y[target]) + label_smoothing (lse - mean(y)) + z_loss lse^2.
+    (1 - label_smoothing) (lse - y[target]) + label_smoothing (lse - mean(y)) + z_loss lse^2, times
+    class_weight[target]; of several targets with probabilities q, sum(q (lse - y[target])) stands for lse - y[target].
 
     Memory: `planish.price.vocab.phases` gives it to the byte. "gradients-in-forward" holds the gradients from forward
         to backward, the weight's in float32 (V x D x 4 bytes besides a narrower gradient); "recompute" holds 4 bytes
         a token, and sums a narrower hidden's gradient in float32 (tokens x D x 4 bytes, or nothing at a fifth
         product where that is above `tile_bytes`). Besides these, the working buffers stay within `tile_bytes`.
+        `class_weight` adds a few numbers a token, `target_probs` a few for each of its targets.
     Exactness: equal to full logits up to the order of summation; the same bits from run to run.
 
     Args:
         hidden: Hidden states, [..., D].
         weight: The head's weight, [V, D].
-        target: Class of each token, [...].
+        target: Class of each token, [...], or [..., K] with `target_probs`.
         bias: The head's bias, [V].
+        target_probs: Probability of each of a token's targets, [..., K]; they need not sum to 1.
+        class_weight: Multiplies the loss of tokens by their class, [V]; "mean" then divides by the sum of the weights,
+            as torch does. It gets no gradient.
         ignore_index: Target of tokens that are left out; no row of theirs is multiplied.
         reduction: "mean" over the valid tokens (0 where there are none), "sum", or "none": [...], 0 where ignored.
         divisor: Divides the sum instead of the number of valid tokens, for "mean": tokens of all microbatches or ranks.
@@ -161,35 +193,84 @@ def linear_cross_entropy(  # noqa: PLR0913
         >>> import torch
         >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16, requires_grad=True)
         >>> linear_cross_entropy(hidden, weight, torch.zeros(2, 5, dtype=torch.long)).backward()
+        >>> likely = torch.randint(100, (2, 5, 8))  # a teacher's eight best classes and what it gives them
+        >>> linear_cross_entropy(hidden, weight, likely, target_probs=torch.rand(2, 5, 8)).backward()
 
     References:
         Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv 2411.09009, section 4.
     """
     objective = objective_of(reduction, divisor, strategy, label_smoothing, z_loss)
+    soft = target_probs is not None
+    _check_weights(weight, target, target_probs, class_weight, strategy)
     options = Options(
         ignore_index=ignore_index,
         logit_scale=logit_scale,
         softcap=softcap,
         logits_dtype=logits_dtype,
         tile_bytes=tile_bytes,
-        strategy="recompute" if reduction == "none" else strategy,
+        strategy="recompute" if reduction == "none" or soft else strategy,
         num_valid=num_valid,
     )
     if torch.compiler.is_compiling():
-        found = compiled.each_token(hidden, weight, target, bias, options, wanted=objective.needs)
-        num_valid = (target != ignore_index).sum().clamp(min=1)
+        found = compiled.each_token(hidden, weight, target, bias, options, wanted=objective.needs, several=soft)
+        num_valid = _num_tokens(target != ignore_index, several=soft).clamp(min=1)
     else:
-        prepared = prepare(hidden, weight, target, bias, options, wanted=objective.needs)
+        prepared = prepare(hidden, weight, target, bias, options, wanted=objective.needs, several=soft)
         num_valid = max(1, prepared.task.num_valid)
         if prepared.task.tiling.keeps_tiles:
             with torch.autocast(hidden.device.type, enabled=False):
-                total = GradientsInForward.apply(*prepared, objective)
-            return reduce(total, reduction, num_valid if divisor is None else divisor)
+                total = GradientsInForward.apply(*prepared, objective, class_weight)
+            return reduce(total, reduction, _divisor(divisor, num_valid, target, ignore_index, class_weight))
         found = _each_token(prepared)
-    losses = objective.loss(found["nll"], found["lse"], found["mean"])
+    nll = found["nll"] if target_probs is None else (found["nll"] * target_probs.view_as(found["nll"])).sum(1)
+    losses = objective.loss(nll, found["lse"], found["mean"])
+    if class_weight is not None:
+        losses = losses * weights_of(class_weight, target.reshape(-1)).to(losses.dtype)
     if reduction == "none":
-        return losses.reshape(target.shape)
-    return reduce(losses.sum(), reduction, num_valid if divisor is None else divisor)
+        return losses.reshape(hidden.shape[:-1])
+    return reduce(losses.sum(), reduction, _divisor(divisor, num_valid, target, ignore_index, class_weight))
+
+
+def _num_tokens(valid: Tensor, *, several: bool) -> Tensor:
+    """Return how many tokens have a valid target."""
+    return (valid.any(-1) if several else valid).sum()
+
+
+def _check_weights(
+    weight: Tensor, target: Tensor, target_probs: Tensor | None, class_weight: Tensor | None, strategy: str
+) -> None:
+    """Refuse weights of classes or of targets that do not fit."""
+    if target_probs is not None and target_probs.shape != target.shape:
+        raise ValueError(
+            f"`target_probs` must have the shape of `target`, {list(target.shape)}, got {list(target_probs.shape)}."
+        )
+    if target_probs is not None and strategy == "gradients-in-forward":
+        raise ValueError(
+            '`strategy` "gradients-in-forward" knows one target a token; use "recompute" with `target_probs`.'
+        )
+    if class_weight is None:
+        return
+    if target_probs is not None:
+        raise ValueError("`class_weight` and `target_probs` exclude each other; multiply the probabilities by weights.")
+    if class_weight.shape != weight.shape[:1] or class_weight.requires_grad:
+        raise ValueError(
+            f"`class_weight` must be {len(weight)} numbers without gradient, one a class, got shape "
+            f"{list(class_weight.shape)}{', with gradient' if class_weight.requires_grad else ''}."
+        )
+
+
+def _divisor(
+    divisor: float | Tensor | None,
+    num_valid: int | Tensor,
+    target: Tensor,
+    ignore_index: int,
+    class_weight: Tensor | None,
+) -> float | Tensor:
+    """Return what "mean" divides by: the divisor, else the number of valid tokens or the sum of their weights."""
+    if divisor is not None or class_weight is None:
+        return num_valid if divisor is None else divisor
+    total = weights_of(class_weight, target).masked_fill(target == ignore_index, 0.0).sum()
+    return total.masked_fill(total == 0, 1.0)
 
 
 class LinearCrossEntropy(torch.nn.Module):
@@ -213,8 +294,10 @@ class LinearCrossEntropy(torch.nn.Module):
         logits_dtype: LogitsDtype = "auto",
         tile_bytes: int | None = None,
         strategy: Strategy = "auto",
+        class_weight: Tensor | None = None,
     ) -> None:
         super().__init__()
+        self.register_buffer("class_weight", class_weight)
         self.loss = functools.partial(
             linear_cross_entropy,
             ignore_index=ignore_index,
@@ -235,11 +318,13 @@ class LinearCrossEntropy(torch.nn.Module):
         target: Tensor,
         *,
         bias: Tensor | None = None,
+        target_probs: Tensor | None = None,
         divisor: float | Tensor | None = None,
         num_valid: int | None = None,
     ) -> Tensor:
         """Return the loss of `target` under hidden @ weight^T + bias."""
-        return self.loss(hidden, weight, target, bias=bias, divisor=divisor, num_valid=num_valid)
+        given = {"bias": bias, "target_probs": target_probs, "class_weight": self.class_weight}
+        return self.loss(hidden, weight, target, divisor=divisor, num_valid=num_valid, **given)
 
     def extra_repr(self) -> str:
         """Return the settings as they were given."""

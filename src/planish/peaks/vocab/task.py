@@ -38,7 +38,8 @@ class Task:
         """Return the task with the positions of the valid tokens of `target` looked up."""
         if self.num_valid == len(target):
             return self
-        index = torch.nonzero_static(target != self.ignore_index, size=self.num_valid).squeeze(1)
+        valid = target != self.ignore_index
+        index = torch.nonzero_static(valid if valid.dim() == 1 else valid.any(1), size=self.num_valid).squeeze(1)
         return dataclasses.replace(self, index=index)
 
     def row_groups(self) -> Iterator[slice]:

@@ -14,7 +14,7 @@ one factor for a row of a block, and no logit is exponentiated twice.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -163,8 +163,8 @@ def combine(work: Workspace, rows: int, vocab_size: int) -> dict[str, Tensor]:
 
 
 def pick(tile: Tensor, local: Tensor) -> Tensor:
-    """Return tile[n, local[n]] for each row; 0 where `local` is negative."""
-    inside = tile.gather(1, local.clamp(min=0).unsqueeze(1)).squeeze(1)
+    """Return tile[n, local[n]] for each row, or tile[n, local[n, k]]; 0 where `local` is negative."""
+    inside = tile.gather(1, local.clamp(min=0).view(len(local), -1)).view(local.shape)
     return inside.masked_fill_(local < 0, 0.0)
 
 
@@ -177,6 +177,13 @@ class Slopes:
     uniform: Tensor | None = None
     entropy: Tensor | None = None
     mean_logit: Tensor | None = None
+
+    def weighted(self, weights: Tensor) -> Self:
+        """Return the derivatives of a loss that has no entropy, each row's times its weight, [rows]."""
+        softmax, target, uniform = (
+            None if each is None else each * weights for each in (self.softmax, self.target, self.uniform)
+        )
+        return replace(self, softmax=weights if softmax is None else softmax, target=target, uniform=uniform)
 
 
 def differentiate(
@@ -193,11 +200,11 @@ def differentiate(
     """Overwrite logits y by the derivative of the loss, each row with its own slopes; add its sum to `bias_grad`.
 
     dy_v = (softmax - entropy (y_v - mean_logit)) p_v - target [v == local] - uniform,  p = exp(y - lse),
-    where mean_logit is the sum of p y. With softcap s, dy is multiplied by 1 - (y / s)^2. Without an `lse` the tile
-    holds what `fold` kept instead of logits.
+    where mean_logit is the sum of p y; of several targets, [rows, K], each has its own slope. With softcap s, dy is
+    multiplied by 1 - (y / s)^2. Without an `lse` the tile holds what `fold` kept instead of logits.
     """
-    hit = None if slopes.target is None else slopes.target.masked_fill(local < 0, 0.0).neg_().unsqueeze(1)
-    column = local.clamp(min=0).unsqueeze(1)
+    hit = None if slopes.target is None else slopes.target.masked_fill(local < 0, 0.0).neg_().view(len(local), -1)
+    column = local.clamp(min=0).view(len(local), -1)
     in_place = tile.dtype == work.strip.dtype and softcap is None and slopes.entropy is None
     for span, strip in strips(tile, work.strip):
         y = tile[span]

@@ -78,13 +78,17 @@ class Tiles:
     def scan(self, group: slice, rows: Tensor) -> dict[str, Tensor]:
         """Return nll and the wanted statistics of each token of `group`, from one tile of logits after the other."""
         count = group.stop - group.start
-        target_logit = self.work.strip.new_zeros(count)
+        target_logit = self.work.strip.new_zeros(count, *self.target.shape[1:])
         for block, columns in self.task.column_groups():
             tile = self.logits(rows, columns)[:count]
             target_logit.add_(pick(tile, self.local_target(group, columns)))
             fold(self.work, tile, block, keep=self.keeps_exponentials)
         found = combine(self.work, count, self.task.head.vocab_size)
-        found["nll"] = found["lse"] - target_logit
+        if self.target.dim() == 1:
+            found["nll"] = found["lse"] - target_logit
+        else:
+            nothing = self.task.rows_of(self.target, group) < 0
+            found["nll"] = target_logit.neg_().add_(found["lse"].unsqueeze(1)).masked_fill_(nothing, 0.0)
         return found
 
     def derive(
