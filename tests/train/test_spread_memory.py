@@ -13,6 +13,7 @@ from planish.train.job import build
 from planish.train.loop import train_step
 
 LAYERS, STEPS = 4, 3
+PIPELINED = [("plan.dispatch.method", "pipelined"), ("plan.dispatch.borrow_routes", 1)]
 CASES = {
     "shards fp32": ("llama", {"dp": 2}, []),
     "uneven shards bf16": ("llama", {"dp": 3}, [("model.dtype", "bf16")]),
@@ -20,6 +21,13 @@ CASES = {
     "shards, everything kept": ("gemma2", {"dp": 2}, [("plan.boundary", "plain"), ("plan.vocab", "plain")]),
     "copies fp32": ("llama", {"replicate": 2}, []),
     "copies, accumulation": ("llama", {"replicate": 2}, [("train.grad_accum", 2), ("model.dtype", "bf16")]),
+    "experts over ranks": ("mixtral", {"dp": 2, "ep": 2}, PIPELINED),
+    "experts over ranks, kept, bf16": (
+        "gpt-oss",
+        {"dp": 2, "ep": 2},
+        [*PIPELINED, ("plan.boundary", "plain"), ("model.dtype", "bf16"), ("plan.dispatch.block_rows", 33)],
+    ),
+    "experts over ranks in copies": ("qwen3-moe", {"dp": 4, "ep": 2}, [*PIPELINED, ("train.grad_accum", 2)]),
     "copies of shards bf16": ("qwen3", {"replicate": 2, "dp": 2}, [("model.dtype", "bf16")]),
 }
 

@@ -217,7 +217,9 @@ def _expert_axes(mesh: MeshSection, device_type: str) -> DeviceMesh | None:
     if mesh.ep == 1:
         return None
     sizes = (mesh.replicate, (mesh.dp or 1) // mesh.ep, mesh.ep)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "copies", "ep"))
+    axes = init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "copies", "ep"))
+    axes["copies", "ep"]._flatten()  # a norm is summed over both in one collective
+    return axes
 
 
 def _is_of_the_group(error: Exception) -> bool:

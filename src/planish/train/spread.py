@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -156,33 +156,35 @@ def _spread_experts(anatomy: Anatomy, mesh: DeviceMesh, policy: MixedPrecisionPo
         )
     for module in modules:
         for name, param in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(_own_part(param, mesh["ep"]), requires_grad=param.requires_grad))
+            setattr(module, name, nn.Parameter(_own_part(param, mesh), requires_grad=param.requires_grad))
     if mesh["ep"].size() == mesh.size():
         return {param for module in modules for param in module.parameters(recurse=False)}
-    copies = mesh["replicate", "copies"] if mesh["replicate"].size() > 1 else mesh["copies"]
+    axes = DataParallelMeshDims(shard="copies", replicate="replicate" if mesh["replicate"].size() > 1 else None)
     num_copies = mesh["copies"].size()
 
     def placement(param: nn.Parameter) -> Shard:
         """Return the first axis within an expert that its copies divide."""
-        axes = [axis for axis, size in enumerate(param.shape) if axis and size % num_copies == 0]
-        if not axes:
+        found = [axis for axis, size in enumerate(param.shape) if axis and size % num_copies == 0]
+        if not found:
             raise UsageError(
                 f"the {num_copies} ranks that hold the same experts cannot split {list(param.shape[1:])} evenly; "
                 f"set `mesh.ep = {mesh['ep'].size() * num_copies}`."
             )
-        return Shard(axes[0])
+        return Shard(found[0])
 
     for module in modules:
-        fully_shard(module, mesh=copies, mp_policy=policy, shard_placement_fn=placement)
+        fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, dp_mesh_dims=axes)
     return set()
 
 
 def _own_part(param: nn.Parameter, mesh: DeviceMesh) -> DTensor:
     """Return an empty part of `param` for this rank's experts, as `torch.chunk` cuts them."""
-    num_experts, each = param.shape[0], -(-param.shape[0] // mesh.size())
-    first, end = (min(num_experts, each * rank) for rank in (mesh.get_local_rank(), mesh.get_local_rank() + 1))
+    ranks = mesh["ep"]
+    num_experts, each = param.shape[0], -(-param.shape[0] // ranks.size())
+    first, end = (min(num_experts, each * rank) for rank in (ranks.get_local_rank(), ranks.get_local_rank() + 1))
     part = torch.empty((end - first, *param.shape[1:]), dtype=param.dtype, device=param.device)
-    return DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride())
+    placements = [Replicate(), Replicate(), Shard(0)]
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
 
 
 def _deal(model: nn.Module, whole: dict[str, Tensor], world: World) -> None:
