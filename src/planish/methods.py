@@ -220,17 +220,49 @@ class Pipeline:
                 assert_never(self.method)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamAdamW:
+    """AdamW bit for bit, its state in far memory and streamed through a few chunks at each step (OffloadStreamAdamW).
+
+    Attributes:
+        host: Bytes of each rank's state in host memory, filled first; on a CPU these are the device's own.
+        disk: Bytes of each rank's state on the disk.
+        folder: Where the disk file lies; it has no name and is gone with the process.
+        chunk_bytes: Largest chunk.
+        slots: Chunks on their way at once; three keep fetching, updating and writing back busy.
+        in_backward: Each chunk is updated as soon as its gradients are there, and the gradients freed (layer-wise).
+    """
+
+    host: Bytes | None = None
+    disk: Bytes | None = None
+    folder: Path = Path()
+    chunk_bytes: Bytes = 16 * 2**20
+    slots: Count = 3
+    in_backward: bool = False
+
+    def __post_init__(self) -> None:
+        if self.host is None and self.disk is None:
+            raise ValueError(
+                '`plan.optim` = stream-adamw needs `host` or `disk`; write for instance `plan.optim.disk = "20GiB"`.'
+            )
+
+
 Attention = Plain | Packed
 Vocab = Plain | Blocked
 Dispatch = Plain | Batched | Pipelined
 Boundary = Plain | Checkpoint | Offload
 Activation = Plain | Tiled | Bitmap
-Optim = AdamW | Apollo
+Optim = AdamW | Apollo | StreamAdamW
 
 
 def keeps_attention(boundary: Boundary) -> bool:
     """Return whether attention is not computed again."""
     return isinstance(boundary, Checkpoint | Offload) and boundary.keep_attention
+
+
+def updates_in_backward(optim: Optim) -> bool:
+    """Return whether weights are updated in their backward pass."""
+    return isinstance(optim, Apollo | StreamAdamW) and optim.in_backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +314,6 @@ class Plan:
     @property
     def approximations(self) -> tuple[str, ...]:
         """A sentence for each method that changes what is learned; none in the default plan."""
-        if isinstance(self.optim, AdamW):
+        if not isinstance(self.optim, Apollo):
             return ()
         return ("`plan.optim` = apollo is another optimizer than AdamW: its steps approximate AdamW's.",)

@@ -9,7 +9,7 @@ import tomli_w
 
 from planish.decode import decode, encode, fields_of
 from planish.errors import UsageError
-from planish.methods import Apollo, Pipelined, Plan
+from planish.methods import Apollo, Pipelined, Plan, updates_in_backward
 from planish.sections import DataSection, MemorySection, MeshSection, ModelSection, SaveSection, TrainSection
 
 
@@ -36,15 +36,7 @@ class RunFile:
                 f"`train.global_tokens` ({train.global_tokens}) must be a multiple of `data.context` x "
                 f"`train.grad_accum`{ranks} ({sizes}); try {near}."
             )
-        optim = self.plan.optim
-        if isinstance(optim, Apollo) and optim.in_backward and train.clip:
-            raise ValueError(
-                f"`train.clip` ({train.clip}) cannot be kept with `plan.optim.in_backward`, where no gradient waits "
-                "for the norm of all; set `train.clip = 0`, `plan.optim.limiter` bounds each update's growth."
-            )
-
-        if isinstance(self.plan.optim, Apollo):
-            self._check_apollo(self.plan.optim)
+        self._check_optim()
         if self.mesh.ep > 1 and not isinstance(self.plan.dispatch, Pipelined):
             raise ValueError(
                 f"`mesh.ep` ({self.mesh.ep}) spreads experts, which `plan.dispatch` = pipelined alone can run; set it, "
@@ -63,13 +55,20 @@ class RunFile:
         """Rows x context of one rank's microbatch."""
         return self.rows_per_microbatch * self.data.context
 
-    def _check_apollo(self, method: Apollo) -> None:
-        if method.in_backward and self.mesh.replicate > 1:
+    def _check_optim(self) -> None:
+        method, in_backward = self.plan.optim, updates_in_backward(self.plan.optim)
+        if in_backward and self.train.clip:
+            limited = ", `plan.optim.limiter` bounds each update's growth" if isinstance(method, Apollo) else ""
+            raise ValueError(
+                f"`train.clip` ({self.train.clip}) cannot be kept with `plan.optim.in_backward`, where no gradient "
+                f"waits for the norm of all; set `train.clip = 0`{limited}."
+            )
+        if in_backward and self.mesh.replicate > 1:
             raise ValueError(
                 "`plan.optim.in_backward` updates a weight before replicas have exchanged its gradient; set "
                 "`mesh.replicate = 1`, and shard by `mesh.dp`."
             )
-        if method.weights == "int8" and self.mesh.size > 1:
+        if isinstance(method, Apollo) and method.weights == "int8" and self.mesh.size > 1:
             raise ValueError("`plan.optim.weights` = int8 is for one rank; leave it out, and shard by `mesh.dp`.")
 
     def to_toml(self) -> str:

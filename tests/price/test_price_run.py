@@ -112,6 +112,35 @@ def test_apollo_is_priced_as_its_dry_run_but_for_what_its_step_holds_for_a_momen
     assert state == dry.phases["forward"].categories["optimizer state"]
 
 
+STREAM = [("plan.optim", "stream-adamw"), ("plan.optim.disk", "64MiB"), ("plan.optim.chunk_bytes", "24KiB")]
+STREAMED = {
+    "bf16 on disk": ("llama", [BF16, *STREAM], DEEP),
+    "fp32, some on the host": ("llama", [FP32, KEPT, *STREAM, ("plan.optim.host", "100KiB")], UNTIED | DEEP),
+    "pure, all on the host": (
+        "qwen3",
+        [PURE, ("plan.optim", "stream-adamw"), ("plan.optim.host", "1GiB"), *ROWS],
+        DEEP,
+    ),
+    "in one chunk, beside boundaries": (
+        "llama",
+        [BF16, *STREAM[:2], ("plan.boundary", "offload"), ("plan.boundary.disk", "1MiB"), *ROWS],
+        {"num_hidden_layers": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [*list(STREAMED)[:1], *(pytest.param(each, marks=pytest.mark.slow) for each in list(STREAMED)[1:])]
+)
+def test_streamed_state_is_priced_to_the_byte(run_of, case):
+    family, settings, config = STREAMED[case]
+    run = run_of(family, *settings, **config)
+    assert_equal(run)
+    price, dry = predict.predict(run, silent).estimate, by_dry_run(run)
+    for name in ("optimizer state", "staging"):
+        assert price.phases["forward"].categories.get(name) == dry.phases["forward"].categories.get(name), name
+
+
 @pytest.mark.parametrize("disk", ["1MiB", pytest.param("9KiB", marks=pytest.mark.slow)])
 def test_boundaries_on_disk_are_priced_to_within_one_of_them(run_of, disk):
     run = run_of("llama", BF16, ("plan.boundary", "offload"), ("plan.boundary.disk", disk), **DEEP)

@@ -14,7 +14,7 @@ from planish.cli import demo_activation
 from planish.cli.options import parse_plain
 from planish.decode import method_name, nearest
 from planish.errors import BudgetExceeded, UsageError, VerificationFailed
-from planish.methods import AdamW, Apollo, Checkpoint, Offload, Plain, Plan, keeps_attention
+from planish.methods import AdamW, Apollo, Checkpoint, Offload, Plain, Plan, StreamAdamW, keeps_attention
 from planish.price.processor import has_products
 from planish.runfile import RunFile
 from planish.sections import DataSection, MemorySection, ModelSection, SaveSection, TrainSection
@@ -196,9 +196,10 @@ def _boundaries() -> None:
 
 
 def _optimizers() -> None:
-    """Train two steps by each optimizer; they agree until the first update."""
+    """Train two steps by each optimizer; streamed AdamW is AdamW bit for bit, APOLLO parts with the first update."""
     ways = {
         "adamw": AdamW(),
+        "stream-adamw, its state on the disk": StreamAdamW(disk=2 * 2**30),
         "apollo (APOLLO-Mini)": Apollo(),
         "apollo, in backward, int8 weights": Apollo(in_backward=True, weights="int8"),
     }
@@ -214,9 +215,13 @@ def _optimizers() -> None:
         )
         outcomes.append(measure(run, _STEPS))
         _show(outcomes[-1])
-    _say("\n   another optimizer: the losses of the first two begin as one and part with the first update.")
-    if outcomes[0].losses[0] != outcomes[1].losses[0]:
-        raise VerificationFailed(f"the first losses are {outcomes[0].losses[0]} and {outcomes[1].losses[0]}.")
+    adamw, streamed, apollo, _ = outcomes
+    _compare(adamw, streamed)
+    if adamw.losses != streamed.losses:
+        raise VerificationFailed("losses differ; where AdamW's state lies may not change a bit.")
+    _say("\n   apollo is another optimizer: its losses begin as AdamW's and part with the first update.")
+    if adamw.losses[0] != apollo.losses[0]:
+        raise VerificationFailed(f"the first losses are {adamw.losses[0]} and {apollo.losses[0]}.")
 
 
 def _show(outcome: Outcome) -> None:

@@ -150,8 +150,16 @@ def _answer(options: Options, settings: list[tuple[str, Any]], say: Say) -> Answ
         choice=None if budget_bytes is None else choose(peak_bytes, run.plan, named=named, budget_bytes=budget_bytes),
         longest=None if budget_bytes is None else context_that_fits(run, prediction, budget_bytes),
         proof=by_dry_run(run) if options.prove else None,
-        notes=(*notes, *advise(peak_bytes, run.plan, budget_bytes=budget_bytes)),
+        notes=(*notes, *_places(prediction.estimate), *advise(peak_bytes, run.plan, budget_bytes=budget_bytes)),
     )
+
+
+def _places(found: Estimate) -> tuple[str, ...]:
+    """Return where streamed optimizer state lies."""
+    if not found.far:
+        return ()
+    host, disk = (format_bytes(found.far[f"optim {place}"]) for place in ("host", "disk"))
+    return (f"optim = stream-adamw keeps {disk} on the disk and {host} in host memory, each array on whole pages",)
 
 
 def _named(path: Path | None, settings: list[tuple[str, Any]], plan: Plan) -> frozenset[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planish.decode import method_name
-from planish.methods import Checkpoint, Offload, Packed, Plan, keeps_attention
+from planish.methods import AdamW, Checkpoint, Offload, Packed, Plan, StreamAdamW, keeps_attention
 from planish.units import format_bytes
 
 # Packed attention saves time, a bounded head multiplies as often as a plain one, checkpointing runs each layer twice.
@@ -58,7 +58,7 @@ def choose(price: Callable[[Plan], int], bounded: Plan, *, named: frozenset[str]
 
 
 def advise(price: Callable[[Plan], int], plan: Plan, *, budget_bytes: int | None) -> tuple[str, ...]:
-    """Return what there is to say about far memory: that it is of no use to `plan`, or would be, or nothing.
+    """Return what there is to say about far memory: that it is of no use to `plan`, that it would be, or nothing.
 
     Args:
         price: A plan's peak in bytes.
@@ -66,6 +66,16 @@ def advise(price: Callable[[Plan], int], plan: Plan, *, budget_bytes: int | None
         budget_bytes: What may be held; None: no limit.
     """
     peak_bytes = price(plan)
+    said = _advise_boundary(price, plan, peak_bytes, budget_bytes)
+    if isinstance(plan.optim, AdamW) and budget_bytes is not None and peak_bytes > budget_bytes:
+        far_bytes = price(replace(plan, optim=StreamAdamW(disk=_ANY_DISK)))
+        said += _would_need("optim = stream-adamw", far_bytes, peak_bytes, budget_bytes)
+    return said
+
+
+def _advise_boundary(
+    price: Callable[[Plan], int], plan: Plan, peak_bytes: int, budget_bytes: int | None
+) -> tuple[str, ...]:
     match plan.boundary:
         case Offload():
             here_bytes = price(replace(plan, boundary=Checkpoint()))
@@ -76,10 +86,15 @@ def advise(price: Callable[[Plan], int], plan: Plan, *, budget_bytes: int | None
                 )
         case Checkpoint() if budget_bytes is not None and peak_bytes > budget_bytes:
             far_bytes = price(replace(plan, boundary=Offload(disk=_ANY_DISK)))
-            if far_bytes < peak_bytes:
-                fits = "which fits" if far_bytes <= budget_bytes else "still too much"
-                return (f"boundary = offload with `disk` would need {format_bytes(far_bytes)}, {fits}",)
+            return _would_need("boundary = offload", far_bytes, peak_bytes, budget_bytes)
     return ()
+
+
+def _would_need(method: str, far_bytes: int, peak_bytes: int, budget_bytes: int) -> tuple[str, ...]:
+    if far_bytes >= peak_bytes:
+        return ()
+    fits = "which fits" if far_bytes <= budget_bytes else "still too much"
+    return (f"{method} with `disk` would need {format_bytes(far_bytes)}, {fits}",)
 
 
 def _methods(peak: str, bounded: Plan) -> tuple[Any, ...]:

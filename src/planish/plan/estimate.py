@@ -1,10 +1,11 @@
 """What a run will hold: the peak of every phase with those who hold it, and the longest context that would fit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from planish.methods import Plan
+from planish.methods import Plan, StreamAdamW
 from planish.price.head import head_bytes
+from planish.price.state import placement
 from planish.price.step import Moment, moments
 from planish.price.table import Holder, LayerTable
 from planish.shapes import BatchShape
@@ -34,9 +35,15 @@ class PhasePrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a run will hold, phase by phase."""
+    """What a run will hold, phase by phase.
+
+    Attributes:
+        phases: What tensors hold on the device.
+        far: Optimizer state in far memory, by place; empty where all of it is the device's.
+    """
 
     phases: dict[str, PhasePrice]
+    far: dict[str, int] = field(default_factory=dict)
 
     @property
     def peak_phase(self) -> str:
@@ -59,6 +66,7 @@ class Estimate:
         return {
             "peak_bytes": self.peak_bytes,
             "peak_phase": self.peak_phase,
+            "far": self.far,
             "phases": {
                 phase: {
                     "peak_bytes": price.peak_bytes,
@@ -88,7 +96,14 @@ def estimate(table: LayerTable, batch: BatchShape, plan: Plan, *, master: bool) 
     for moment in moments(table, batch, head, plan, master=master):
         if moment.phase not in worst or moment.total_bytes > worst[moment.phase].total_bytes:
             worst[moment.phase] = moment
-    return Estimate(phases={phase: _price(worst[phase]) for phase in _PHASES})
+    return Estimate(phases={phase: _price(worst[phase]) for phase in _PHASES}, far=_far(table, plan, master=master))
+
+
+def _far(table: LayerTable, plan: Plan, *, master: bool) -> dict[str, int]:
+    if not isinstance(plan.optim, StreamAdamW):
+        return {}
+    placed = placement(table.tensors, plan.optim, master=master)
+    return {"optim host": placed.host_bytes, "optim disk": placed.disk_bytes}
 
 
 def _price(moment: Moment) -> PhasePrice:

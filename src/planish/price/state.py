@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import assert_never
 
-from planish.methods import AdamW, Apollo, Optim
+from planish.methods import AdamW, Apollo, Optim, StreamAdamW
 from planish.price.apollo import MatrixShape, making_bytes, projected_names, workspace_bytes
+from planish.price.stream import Placement, kinds_of, place
 from planish.price.tally import Tally
 from planish.shapes import TensorShape
 
@@ -43,8 +44,26 @@ def optimizer_bytes(tensors: Sequence[TensorShape], optim: Optim, *, master: boo
                 matrix, widened = MatrixShape.of(each.shape), master and each.itemsize < _WIDE
                 total += each.count * matrix.state_bytes(optim.proj_rank, refresh=optim.refresh, master=widened)
             return total
+        case StreamAdamW():
+            return placement(tensors, optim, master=master).host_bytes + _WIDE * sum(each.count for each in tensors)
         case _:
             assert_never(optim)
+
+
+def placement(tensors: Sequence[TensorShape], optim: StreamAdamW, *, master: bool) -> Placement:
+    """Return where streamed state lies on a CPU.
+
+    Raises:
+        UsageError: `host` and `disk` do not hold it.
+    """
+    parameters = [(each.numel, each.itemsize) for each in tensors for _ in range(each.count)]
+    return place(
+        kinds_of(parameters, master=master),
+        chunk_bytes=optim.chunk_bytes,
+        slots=optim.slots,
+        host=optim.host,
+        disk=optim.disk,
+    )
 
 
 def split(tensors: Sequence[TensorShape], optim: Apollo) -> tuple[list[TensorShape], list[TensorShape]]:
@@ -73,7 +92,10 @@ def update_bytes(tensors: Sequence[TensorShape], optim: Optim, *, master: bool, 
     tally.spike(_WIDE * (microbatches + 1))
     tally.spike(3 * scalar)
     projected, rest = split(tensors, optim) if isinstance(optim, Apollo) else ([], tensors)
-    tally.spike(max((each.numel * _WIDE if master and each.itemsize < _WIDE else 0 for each in rest), default=0))
+    if isinstance(optim, StreamAdamW):
+        tally.spike(_WIDE * (1 + sum(each.count for each in rest)))  # counts of steps; wide gradients have their place
+    else:
+        tally.spike(max((each.numel * _WIDE if master and each.itemsize < _WIDE else 0 for each in rest), default=0))
     if isinstance(optim, Apollo):
         tally.spike(_apollo_bytes(projected, optim, master=master))
     return tally.peak_bytes

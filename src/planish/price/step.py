@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planish.methods import Boundary, Dispatch, Offload, Pipelined, Plan, keeps_attention
+from planish.methods import Boundary, Dispatch, Offload, Pipelined, Plan, StreamAdamW, keeps_attention
 from planish.price import attention, state
 from planish.price.boundary import Boundaries, Depth, kept_bytes
 from planish.price.dispatch import experts_bytes, tile_rows
@@ -63,6 +63,10 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
     depth = _Depth.of(plan.boundary, table, batch)
     if depth.boundaries is not None:
         base[Holder("staging", "far memory")] = _RING_BYTES
+    if isinstance(plan.optim, StreamAdamW):
+        placed = state.placement(tensors, plan.optim, master=master)
+        ring = _RING_BYTES if placed.disk_bytes else 0
+        base[Holder("staging", "streamed state")] = placed.staging_bytes + ring
     walk = _Walk(
         table=table,
         batch=batch,

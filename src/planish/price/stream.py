@@ -51,11 +51,11 @@ class Kept:
         """Return how many numbers a chunk of at most `chunk_bytes` holds: whole pages of each array.
 
         Raises:
-            ValueError: It does not hold one page of each.
+            UsageError: It does not hold one page of each.
         """
         pages = chunk_bytes // (len(self.names) * PAGE_BYTES)
         if not pages:
-            raise ValueError(
+            raise UsageError(
                 f"`chunk_bytes` ({chunk_bytes}) must hold a page of each of the {len(self.names)} arrays of the state; "
                 f"{len(self.names) * PAGE_BYTES} is the least."
             )

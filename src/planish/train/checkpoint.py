@@ -25,7 +25,7 @@ from planish.errors import CheckpointCorrupt, UsageError
 from planish.methods import Plan
 from planish.train.model_folder import config_difference, weights_of, write_model
 from planish.train.run_folder import RunFolder, disk_errors, fsync_folder, write_atomically
-from planish.train.tensor_files import describe, difference, load_tensors, save_tensors
+from planish.train.tensor_files import FarTensor, describe, difference, load_tensors, save_tensors
 
 _NAME = re.compile(r"step-(\d{8,})")
 _MANIFEST = "manifest.json"
@@ -248,8 +248,8 @@ def _projection_difference(plan: Plan, saved: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    flat: dict[str, Tensor] = {}
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor | FarTensor]:
+    flat: dict[str, Tensor | FarTensor] = {}
     for key, value in tree.items():
         below = _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
         if twice := flat.keys() & below.keys():

@@ -126,7 +126,7 @@ def dry_run(run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal
                 run=run,
                 tokenizer=None,
                 engine=engine,
-                optimizer=build_optimizer(engine, run),
+                optimizer=build_optimizer(engine, run, scope),
                 feed=feed,
                 eval_batches=lambda: [feed.next()],
             )

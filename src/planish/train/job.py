@@ -12,14 +12,15 @@ from planish.comm.world import ALONE, World
 from planish.data.batch import Batch
 from planish.data.cursor import FeedPosition
 from planish.data.feed import Feed, check_readable, deal, eval_batches, open_feed
+from planish.memory.far import Traffic
 from planish.memory.ledger import Ledger
 from planish.models.int8 import loads_on_host, settle
 from planish.models.load import load_model, load_tokenizer, run_device, sketch_model
-from planish.peaks.optim.adamw import AdamW
+from planish.peaks.optim.stream_adamw import StreamAdamW
 from planish.runfile import RunFile
 from planish.train.engine import Engine, build_engine
 from planish.train.facts import MeasuredFacts
-from planish.train.optimizer import build_optimizer
+from planish.train.optimizer import Optimizer, build_optimizer
 
 
 class BatchSource(Protocol):
@@ -46,9 +47,15 @@ class Job:
     run: RunFile
     tokenizer: PreTrainedTokenizerBase | None
     engine: Engine
-    optimizer: AdamW
+    optimizer: Optimizer
     feed: BatchSource
     eval_batches: Callable[[], Iterable[Batch]]
+
+    @property
+    def traffic(self) -> dict[str, Traffic]:
+        """What each lane of far memory has carried."""
+        lanes = {lane: each for tier in self.engine.tiers for lane, each in tier.traffic.items()}
+        return lanes | (self.optimizer.traffic if isinstance(self.optimizer, StreamAdamW) else {})
 
 
 class RankFeed:
@@ -123,7 +130,7 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack, world: World = ALONE) 
         run=run,
         tokenizer=tokenizer,
         engine=engine,
-        optimizer=build_optimizer(engine, run),
+        optimizer=build_optimizer(engine, run, scope),
         feed=feed,
         eval_batches=held_out,
     )

@@ -210,7 +210,7 @@ def trace(config: PretrainedConfig, section: ModelSection, plan: Plan, shape: Ba
             run=run,
             tokenizer=None,
             engine=engine,
-            optimizer=build_optimizer(engine, run),
+            optimizer=build_optimizer(engine, run, scope),
             feed=feed,
             eval_batches=lambda: [feed.next()],
         )

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from planish.errors import Interrupted
 from planish.memory.report import StepMemory
-from planish.methods import Apollo
+from planish.methods import updates_in_backward
+from planish.peaks.optim.apollo import Apollo
+from planish.peaks.optim.stream_adamw import StreamAdamW
 from planish.train.blame import refuse_non_finite
 from planish.train.engine import Engine
 from planish.train.job import Job
@@ -69,7 +71,7 @@ def train_step(job: Job, step: int) -> StepReport:
     """Run one optimizer step over `train.grad_accum` microbatches, normalised by their valid tokens together."""
     started, settings, engine = time.perf_counter(), job.run.train, job.engine
     ledger = engine.ledger
-    in_backward = isinstance(job.run.plan.optim, Apollo) and job.run.plan.optim.in_backward
+    in_backward = updates_in_backward(job.run.plan.optim)
     ledger.start_step(step)
     engine.routing.take()
     lr = learning_rate(settings, step)
@@ -129,6 +131,7 @@ def _updates(job: Job, norms: list[Tensor]) -> Iterator[None]:
 
     handles = [param.register_post_accumulate_grad_hook(note) for param in params]
     try:
+        assert isinstance(job.optimizer, Apollo | StreamAdamW)
         with job.optimizer.update_in_backward():
             yield
             for param in params:

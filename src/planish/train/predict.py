@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import UsageError
-from planish.methods import Apollo, Checkpoint, Offload, Plain, Plan
+from planish.methods import AdamW, Apollo, Checkpoint, Offload, Plain, Plan, updates_in_backward
 from planish.models.builtin import cache_folder, model_folder
 from planish.plan.estimate import Estimate, PhasePrice, estimate
 from planish.price.config import read_config
@@ -100,7 +100,7 @@ def is_tabled(plan: Plan) -> bool:
     Not where feed-forward networks run in tiles, nor where weights are updated in their backward pass.
     """
     return isinstance(plan.activation, Plain) and not (
-        isinstance(plan.optim, Apollo) and (plan.optim.in_backward or plan.optim.weights == "int8")
+        updates_in_backward(plan.optim) or (isinstance(plan.optim, Apollo) and plan.optim.weights == "int8")
     )
 
 
@@ -116,7 +116,7 @@ def table_of(run: RunFile, say: Say) -> LayerTable | None:
 
     config = load_config(run.model, context=run.data.context)
     offloads = isinstance(run.plan.boundary, Offload)
-    plan = replace(run.plan, boundary=Checkpoint()) if offloads else run.plan
+    plan = replace(run.plan, optim=AdamW(), boundary=Checkpoint() if offloads else run.plan.boundary)
     try:
         table = fit_table(config, run.model, plan, rows=run.rows_per_microbatch)
     except UsageError:

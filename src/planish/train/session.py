@@ -34,6 +34,7 @@ from planish.train.job import Job, build
 from planish.train.loop import Hooks, StepReport, train
 from planish.train.run_folder import JsonLines, RunFolder, write_atomically
 from planish.train.stop import StopSignal
+from planish.train.tensor_files import FarTensor
 
 
 class View(Protocol):
@@ -219,7 +220,7 @@ class _Records:
     def _far(self) -> dict[str, float]:
         """Return what each lane of far memory did since the last step, as metrics."""
         found: dict[str, float] = {}
-        for lane, now in {lane: each for tier in self._job.engine.tiers for lane, each in tier.traffic.items()}.items():
+        for lane, now in self._job.traffic.items():
             before = self._traffic.get(lane, Traffic())
             found[f"far/{lane}/bytes"] = now.nbytes - before.nbytes
             found[f"far/{lane}/busy_s"] = round(now.busy_s - before.busy_s, 4)
@@ -277,8 +278,8 @@ class _Records:
         self.memory_line()
 
 
-def optimizer_tensors(job: Job) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """Return the optimizer's state by parameter name."""
+def optimizer_tensors(job: Job) -> dict[str, dict[str, dict[str, Tensor | FarTensor]]]:
+    """Return the optimizer's state by parameter name, wherever it lies."""
     named = job.engine.anatomy.model.named_parameters()
     return {"optimizer": {name: dict(job.optimizer.state[each]) for name, each in named if each in job.optimizer.state}}
 

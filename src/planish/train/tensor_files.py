@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint import (
     HuggingFaceStorageWriter,
     LoadPlan,
     LoadPlanner,
+    ReadItem,
     SavePlan,
     SavePlanner,
     TensorStorageMetadata,
@@ -26,7 +28,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from planish.train.spread import reduced
+from planish.train.spread import local, reduced
 
 _DTYPES = {
     torch.float64: "F64",
@@ -44,8 +46,37 @@ _DTYPES = {
 }
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write `tensors` into one safetensors file that is durable when this returns.
+class FarTensor(Protocol):
+    """A tensor whose numbers are not in memory, or not in one piece; distributed ones stand for what is here of them.
+
+    Attributes:
+        shape: Of the whole.
+        dtype: Of its numbers.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def stand_in(self) -> Tensor:
+        """Return a tensor without bytes that is shaped and sharded as this one."""
+        ...
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Yield the numbers in order; each piece is good until the next."""
+        ...
+
+    def fill(self, numbers: Tensor) -> None:
+        """Take over all numbers that are here."""
+        ...
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    far: Mapping[str, FarTensor] = MappingProxyType({}),
+) -> None:
+    """Write `tensors` into one safetensors file that is durable when this returns; those of `far` are stand-ins.
 
     Memory: one tensor, and only where it has to be copied (it lies on a device, is not contiguous, or is sharded:
         then the other ranks bring their shards in the same order).
@@ -65,7 +96,9 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in names:
-            file.write(reduced(tensors[name].detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            pieces = far[name].pieces() if name in far else [reduced(tensors[name].detach()).cpu().contiguous()]
+            for piece in pieces:
+                file.write(piece.cpu().reshape(-1).view(torch.uint8).numpy())
         file.flush()
         os.fsync(file.fileno())
 
@@ -75,36 +108,36 @@ def in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
     return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
 
 
-def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def save_tensors(folder: Path, tensors: Mapping[str, Tensor | FarTensor]) -> None:
     """Write `tensors` into `folder`, each rank its own shards.
 
-    Memory: one tensor, where it has to be copied.
+    Memory: one tensor, where it has to be copied; none of those that come in pieces.
 
     Raises:
         OSError: The disk refuses.
     """
     with _plain_errors():
-        dcp.save(dict(tensors), storage_writer=_Writer(str(folder), save_distributed=True))
+        dcp.save(_stand_ins(tensors), storage_writer=_Writer(folder, _far(tensors)))
 
 
-def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def load_tensors(folder: Path, tensors: Mapping[str, Tensor | FarTensor]) -> None:
     """Read what `folder` holds under the names of `tensors` into their own memory; see `difference` beforehand.
 
-    Memory: the pages of one saved tensor.
+    Memory: the pages of one saved tensor, and one tensor of those that are not in memory.
 
     Raises:
         OSError, RuntimeError, ValueError: Files that cannot be read, a name that is not there, another shape.
     """
     with _plain_errors():
-        dcp.load(dict(tensors), storage_reader=_Reader(str(folder)))
+        dcp.load(_stand_ins(tensors), storage_reader=_Reader(folder, _far(tensors)))
 
 
 def describe(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Return the names, shapes and dtypes that the safetensors files of `folder` hold; no data is read."""
-    return _Reader(str(folder)).read_metadata().state_dict_metadata
+    return _Reader(folder, {}).read_metadata().state_dict_metadata
 
 
-def difference(tensors: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata]) -> str | None:
+def difference(tensors: Mapping[str, Tensor | FarTensor], saved: Mapping[str, TensorStorageMetadata]) -> str | None:
     """Return how `saved` differs from `tensors` in names, shapes and dtypes, or None where it does not."""
     there = {name: f"{list(each.size)} {each.properties.dtype}" for name, each in saved.items()}
     here = {name: f"{list(each.shape)} {each.dtype}" for name, each in tensors.items()}
@@ -119,30 +152,69 @@ def difference(tensors: Mapping[str, Tensor], saved: Mapping[str, TensorStorageM
 class _Writer(HuggingFaceStorageWriter):
     """Writes a rank's shards as one safetensors file; torch's own holds that file twice in memory."""
 
+    def __init__(self, folder: Path, far: Mapping[str, FarTensor]) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self._far = far
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         tensors = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         offsets = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in plan.items}
         path = Path(self.path) / f"shard-{plan.storage_data['shard_index']:05d}.safetensors"
-        write_safetensors(path, tensors, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
+        metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
+        write_safetensors(path, tensors, metadata, self._far)
         return _done([WriteResult(item.index, tensors[item.index.fqn].nbytes, None) for item in plan.items])
 
 
 class _Reader(HuggingFaceStorageReader):
     """Reads by mapping one tensor's bytes at a time; torch's own keeps each file mapped, and counted, as a whole."""
 
+    def __init__(self, folder: Path, far: Mapping[str, FarTensor]) -> None:
+        super().__init__(str(folder))
+        self._far = far
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         starts: dict[str, dict[str, int]] = {}
+        parts: dict[str, list[ReadItem]] = {}
         for item in plan.items:
+            name = item.dest_index.fqn
+            if name in self._far:
+                parts.setdefault(name, []).append(item)
+                continue
             target = planner.resolve_tensor(item).detach()
-            if target.numel():
-                name, info = item.storage_index.fqn, self.storage_data[item.storage_index]
-                path = info.relative_path
-                starts[path] = starts.get(path) or _tensor_starts(Path(path))
-                saved = _map_tensor(path, starts[path][name], info.dtype, info.shape)
-                ranges = zip(item.storage_offsets, item.lengths, strict=True)
-                target.copy_(saved[tuple(slice(start, start + length) for start, length in ranges)])
+            self._read(item, target, starts)
             planner.commit_tensor(item, target)
+        for name, items in parts.items():
+            whole = torch.empty(_local_shape(self._far[name]), dtype=self._far[name].dtype)
+            for item in items:
+                self._read(item, whole[_ranges(item.dest_offsets, item.lengths)], starts)
+            self._far[name].fill(whole)
+            del whole
         return _done(None)
+
+    def _read(self, item: ReadItem, target: Tensor, starts: dict[str, dict[str, int]]) -> None:
+        """Fill `target` with a saved tensor, or its part that the item names."""
+        if target.numel():
+            name, info = item.storage_index.fqn, self.storage_data[item.storage_index]
+            path = info.relative_path
+            starts[path] = starts.get(path) or _tensor_starts(Path(path))
+            saved = _map_tensor(path, starts[path][name], info.dtype, info.shape)
+            target.copy_(saved[_ranges(item.storage_offsets, item.lengths)])
+
+
+def _far(tensors: Mapping[str, Tensor | FarTensor]) -> dict[str, FarTensor]:
+    return {name: each for name, each in tensors.items() if not isinstance(each, Tensor)}
+
+
+def _stand_ins(tensors: Mapping[str, Tensor | FarTensor]) -> dict[str, Tensor]:
+    return {name: each if isinstance(each, Tensor) else each.stand_in() for name, each in tensors.items()}
+
+
+def _local_shape(far: FarTensor) -> torch.Size:
+    return local(far.stand_in()).shape
+
+
+def _ranges(offsets: torch.Size, lengths: torch.Size) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
 
 
 def _tensor_starts(path: Path) -> dict[str, int]:

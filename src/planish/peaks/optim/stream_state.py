@@ -30,8 +30,8 @@ class FarTensor:
         self._name, self._flat, self._places, self._slots = name, flat, places, slots
 
     def stand_in(self) -> Tensor:
-        """Return a tensor without bytes, on the meta device, that has the state's shape and is sharded as it is."""
-        local = torch.empty(to_local(self._flat.param).shape, dtype=self.dtype, device="meta")
+        """Return one number, repeated without a copy, of the state's shape and sharded as it is."""
+        local = torch.empty((), dtype=self.dtype, device="cpu").expand(to_local(self._flat.param).shape)
         return _distributed(local, self._flat.param)
 
     def pieces(self) -> Iterator[Tensor]:
