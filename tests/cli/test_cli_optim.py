@@ -91,7 +91,7 @@ def test_int8_weights_are_published_wide_and_learn(say, tmp_path):
     (("--plan.optim", "appollo"), "did you mean `apollo`?"),
     (("--plan.optim.alpha", -1), "`plan.optim.alpha` must be a number above 0, got -1.0"),
     (("--plan.optim.seed", -1), "`plan.optim.seed` must be in [0, 2^63), got -1"),
-    (("--plan.optim.in_backward",), "set `train.clip = 0`"),
+    (("--plan.optim", "apollo", "--plan.optim.in_backward"), "set `train.clip = 0`"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(say, verb, flags, message):
     code, _, err = say(verb, *flags)
