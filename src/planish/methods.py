@@ -37,6 +37,23 @@ class Blocked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """As `Blocked` and recomputing, on a vocabulary that the ranks of `mesh.vp` share: each holds some of its rows.
+
+    Every rank's tokens meet every rank's rows; what travels goes round behind the products (Ring-DTP). The embedding's
+    rows are shared too.
+
+    Attributes:
+        tile_bytes: Bytes of tiles and of what travels, together.
+        mode: What travels: "weights", "hidden" states, or "auto", whichever of both is fewer bytes in each pass;
+            "gather" gathers the whole weight at once.
+    """
+
+    tile_bytes: Bytes = 64 * 2**20
+    mode: Literal["auto", "weights", "hidden", "gather"] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """Each layer keeps its input alone and runs again in backward.
 
@@ -248,7 +265,7 @@ class StreamAdamW:
 
 
 Attention = Plain | Packed
-Vocab = Plain | Blocked
+Vocab = Plain | Blocked | Ring
 Dispatch = Plain | Batched | Pipelined
 Boundary = Plain | Checkpoint | Offload
 Activation = Plain | Tiled | Bitmap

@@ -9,7 +9,7 @@ import tomli_w
 
 from planish.decode import decode, encode, fields_of
 from planish.errors import UsageError
-from planish.methods import Apollo, Pipelined, Plan, updates_in_backward
+from planish.methods import Apollo, Pipelined, Plan, Ring, updates_in_backward
 from planish.sections import DataSection, MemorySection, MeshSection, ModelSection, SaveSection, TrainSection
 
 
@@ -41,6 +41,11 @@ class RunFile:
             raise ValueError(
                 f"`mesh.ep` ({self.mesh.ep}) spreads experts, which `plan.dispatch` = pipelined alone can run; set it, "
                 "or leave `mesh.ep` out."
+            )
+        if (self.mesh.vp > 1) != isinstance(self.plan.vocab, Ring):
+            raise ValueError(
+                f"`mesh.vp` ({self.mesh.vp}) and `plan.vocab` = ring go together: set both, for ranks that share the "
+                "vocabulary, or neither."
             )
 
     @property

@@ -195,19 +195,24 @@ class MeshSection:
         dp: Ranks over which weights, gradients and optimizer state are sharded; default: all that are left.
         replicate: Groups of such ranks that hold the same shards; with `dp = 1`, each rank holds everything.
         ep: Ranks of `dp` over which the experts of a layer are spread; tokens travel to them.
+        vp: Ranks of `dp` that share the vocabulary, each with its rows of head and embedding.
         timeout_s: Seconds after which a rank that does not answer is lost.
     """
 
     dp: Count | None = None
     replicate: Count = 1
     ep: Count = 1
+    vp: Count = 1
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"`mesh.timeout_s` must be above 0, got {self.timeout_s}; try 600.")
-        if self.dp is not None and self.dp % self.ep:
-            raise ValueError(f"`mesh.ep` ({self.ep}) must divide `mesh.dp` ({self.dp}); one of {_divisors(self.dp)}.")
+        for name, degree in (("ep", self.ep), ("vp", self.vp)):
+            if self.dp is not None and self.dp % degree:
+                raise ValueError(
+                    f"`mesh.{name}` ({degree}) must divide `mesh.dp` ({self.dp}); one of {_divisors(self.dp)}."
+                )
 
     @property
     def size(self) -> int:

@@ -17,11 +17,11 @@ from planish.sections import MeshSection
 
 
 def run_ranks(
-    work: Callable[[World], Any], *, dp: int = 1, replicate: int = 1, ep: int = 1, timeout_s: float = 60
+    work: Callable[[World], Any], *, dp: int = 1, replicate: int = 1, ep: int = 1, vp: int = 1, timeout_s: float = 60
 ) -> list[Any]:
     """Return what `work` returns on each of `dp` x `replicate` forked ranks, by rank."""
     size = dp * replicate
-    mesh = MeshSection(dp=dp, replicate=replicate, ep=ep, timeout_s=timeout_s)
+    mesh = MeshSection(dp=dp, replicate=replicate, ep=ep, vp=vp, timeout_s=timeout_s)
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]

@@ -28,6 +28,12 @@ CASES = {
         [*PIPELINED, ("plan.boundary", "plain"), ("model.dtype", "bf16"), ("plan.dispatch.block_rows", 33)],
     ),
     "experts over ranks in copies": ("qwen3-moe", {"dp": 4, "ep": 2}, [*PIPELINED, ("train.grad_accum", 2)]),
+    "shared vocabulary fp32": ("llama", {"dp": 2, "vp": 2}, [("plan.vocab", "ring")]),
+    "copies of a shared vocabulary bf16": (
+        "qwen3",
+        {"dp": 4, "vp": 2},
+        [("plan.vocab", "ring"), ("model.dtype", "bf16"), ("train.grad_accum", 2)],
+    ),
     "copies of shards bf16": ("qwen3", {"replicate": 2, "dp": 2}, [("model.dtype", "bf16")]),
 }
 

@@ -8,8 +8,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from planish.comm.ring import Circle
 from planish.memory.ledger import Ledger
 from planish.peaks.vocab import ring_modes
+from planish.peaks.vocab.lookup import shared_embedding
 from planish.peaks.vocab.plain import plain_cross_entropy
 from planish.peaks.vocab.ring import ring_linear_cross_entropy
 from planish.peaks.vocab.shard import shard_ranges
@@ -209,3 +211,31 @@ def bytes_of(group, *, tokens, mode, tile_bytes, **problem):
         with ledger.phase("backward"):
             loss.backward()
     return ledger.peak_bytes["forward"], ledger.peak_bytes["backward"], forward, traffic.take()
+
+
+def draw_ids(tokens, vocab):
+    """Return each rank's ids, the weight, and upstream gradients."""
+    generator = torch.Generator().manual_seed(0)
+    odds = torch.arange(1, 1 + vocab).double() ** -1.0
+    ids = [torch.multinomial(odds.expand(1, -1), count, replacement=True, generator=generator)[0] if count else
+           torch.zeros(0, dtype=torch.int64) for count in tokens]  # fmt: skip
+    weight, *upstream = (torch.randn(count, 6, generator=generator, dtype=torch.float64) for count in (vocab, *tokens))
+    return ids, weight, upstream
+
+
+def look_up(group, *, tokens, vocab, padding_idx, block, wrong=None):
+    """Return the rows of this rank's ids and the gradient of its shard, or what is refused."""
+    ids, weight, upstream = draw_ids(tokens, vocab)
+    own = ids[group.rank()]
+    if wrong is not None and group.rank() == 1:
+        own[2] = wrong
+    shard = weight[shard_ranges(vocab, group.size())[group.rank()]].clone().requires_grad_()
+    tile_bytes = 2**20 if block is None else block * (group.size() + 1) * 6 * 16
+    try:
+        rows = shared_embedding(
+            own, shard, circle=Circle.of(group), vocab_size=vocab, padding_idx=padding_idx, tile_bytes=tile_bytes
+        )
+    except ValueError as error:
+        return str(error)
+    (grad,) = torch.autograd.grad(rows, shard, upstream[group.rank()])
+    return _plain(rows), _plain(grad)

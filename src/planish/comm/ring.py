@@ -7,11 +7,12 @@ while the sum of the ranks before arrives in another, and the sum of the piece b
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,10 @@ class Circle:
     def of(cls, group: dist.ProcessGroup) -> Self:
         """Return the ranks of `group`."""
         return cls(rank=dist.get_rank(group), size=dist.get_world_size(group), group=group)
+
+    def beside(self, tensor: Tensor) -> Self:
+        """Return the ranks that take part in what is done with `tensor`: no other where it has no data."""
+        return replace(self, group=None) if isinstance(tensor, FakeTensor) else self
 
     def owner(self, step: int) -> int:
         """Return whose piece is here after `step` hops."""
@@ -72,6 +77,9 @@ class Circle:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
+
+ALONE = Circle(rank=0, size=1, group=None)
+"""The one rank that nobody shares with."""
 
 Slot = Sequence[Tensor]
 """Room for one piece: each of its tensors at its longest, cut along the first dimension."""

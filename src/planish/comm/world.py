@@ -32,6 +32,7 @@ class World:
         size: How many there are.
         mesh: Axes "replicate" x "dp" over the ranks; None where there is one rank.
         experts: Axes "replicate" x "copies" x "ep" over the same ranks; None where experts are not spread.
+        vocab: Axes "copies" x "vp" over the same ranks; None where they do not share the vocabulary.
         assumed: The others are not there, and are taken to give what this rank gives.
     """
 
@@ -39,6 +40,7 @@ class World:
     size: int = 1
     mesh: DeviceMesh | None = None
     experts: DeviceMesh | None = None
+    vocab: DeviceMesh | None = None
     assumed: bool = False
 
     @property
@@ -210,7 +212,8 @@ def assume(mesh: MeshSection, *, device_type: str) -> Iterator[World]:
 def _world(mesh: MeshSection, device_type: str, *, rank: int = 0, assumed: bool = False) -> World:
     axes = ("replicate", "dp")
     devices = init_device_mesh(device_type, (mesh.replicate, mesh.dp or 1), mesh_dim_names=axes)
-    return World(rank=rank, size=mesh.size, mesh=devices, experts=_expert_axes(mesh, device_type), assumed=assumed)
+    experts, vocab = _expert_axes(mesh, device_type), _vocab_axes(mesh, device_type)
+    return World(rank=rank, size=mesh.size, mesh=devices, experts=experts, vocab=vocab, assumed=assumed)
 
 
 def _expert_axes(mesh: MeshSection, device_type: str) -> DeviceMesh | None:
@@ -220,6 +223,12 @@ def _expert_axes(mesh: MeshSection, device_type: str) -> DeviceMesh | None:
     axes = init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "copies", "ep"))
     axes["copies", "ep"]._flatten()  # a norm is summed over both in one collective
     return axes
+
+
+def _vocab_axes(mesh: MeshSection, device_type: str) -> DeviceMesh | None:
+    if mesh.vp == 1:
+        return None
+    return init_device_mesh(device_type, (mesh.size // mesh.vp, mesh.vp), mesh_dim_names=("copies", "vp"))
 
 
 def _is_of_the_group(error: Exception) -> bool:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from planish.comm.ring import Circle
 from planish.errors import UsageError
 from planish.memory.far import FarTier
 from planish.methods import (
@@ -22,10 +23,12 @@ from planish.methods import (
     Pipelined,
     Plain,
     Plan,
+    Ring,
     Vocab,
     keeps_attention,
 )
 from planish.models.anatomy import find
+from planish.models.embedding import share_embedding
 from planish.models.experts import Seen, Shared, find_experts, install_experts
 from planish.models.feed_forward import replace_feed_forwards
 from planish.models.forward import loss_forward
@@ -81,6 +84,7 @@ def install(
     seen: Seen = lambda _: None,
     dry: bool = False,
     experts: dist.ProcessGroup | None = None,
+    vocab: dist.ProcessGroup | None = None,
 ) -> Installed:
     """Put the plan's methods into `model` through transformers' own seams; any loop or trainer may run it then.
 
@@ -99,6 +103,7 @@ def install(
         seen: Told of the load of each layer of experts that runs, with `dispatch = pipelined`.
         dry: The model's tensors are fake: far memory is accounted for and not taken, nothing packed.
         experts: Ranks that the experts are spread over, as DTensors with `Shard(0)`; needs `dispatch = pipelined`.
+        vocab: Ranks that share head and embedding, as DTensors with `Shard(0)`; needs `vocab = ring`.
 
     Returns:
         What was replaced, with `undo()`.
@@ -137,7 +142,8 @@ def install(
             activation,
             lambda: _boundary(model, plan.boundary, tokens=tokens, label=label, dry=dry),
             lambda: _dispatch(model, plan.dispatch, seen=seen, dry=dry, shared=shared),
-            lambda: _head(model, plan.vocab),
+            lambda: _embedding(model, plan.vocab, vocab),
+            lambda: _head(model, plan.vocab, vocab),
         ):
             done += [each for each in [part()] if each is not None]
     except BaseException:
@@ -294,14 +300,26 @@ def _offload(model: PreTrainedModel, method: Offload, *, tokens: int | None, lab
     )
 
 
-def _head(model: PreTrainedModel, method: Vocab) -> Part | None:
+def _embedding(model: PreTrainedModel, method: Vocab, group: dist.ProcessGroup | None) -> Part | None:
+    """Replace the embedding where ranks share the vocabulary."""
+    if group is None:
+        return None
+    if not isinstance(method, Ring):
+        raise UsageError("a vocabulary over ranks needs `plan.vocab` = ring, which brings tokens and rows together.")
+    return Part(
+        sentence=f"embedding: rows on {group.size()} ranks",
+        restore=share_embedding(model, Circle.of(group), tile_bytes=method.tile_bytes),
+    )
+
+
+def _head(model: PreTrainedModel, method: Vocab, group: dist.ProcessGroup | None) -> Part | None:
     match method:
         case Plain():
             return None
-        case Blocked():
+        case Blocked() | Ring():
             anatomy = find(model)
             before = model.__dict__.get("forward")
-            model.forward = loss_forward(anatomy, head_loss(anatomy, method))
+            model.forward = loss_forward(anatomy, head_loss(anatomy, method, group=group))
 
             def restore() -> None:
                 if before is None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import assert_never
 
-from planish.methods import Blocked, Plain, Vocab
+from planish.methods import Blocked, Plain, Ring, Vocab
 from planish.price.processor import product_dtype
 from planish.price.tally import Tally
 from planish.price.vocab import Head, choose_tiling, cross_entropy_phases
@@ -40,6 +40,8 @@ def head_bytes(head: HeadShape, batch: BatchShape, method: Vocab) -> HeadBytes:
             found = [_blocked(head, batch.tokens, count, method) for count in counts]
             most = {each.name: max(getattr(one, each.name) for one in found) for each in fields(HeadBytes)}
             return HeadBytes(**most)
+        case Ring(tile_bytes=tile_bytes):  # one rank alone; over several a dry run answers, with `price.vocab_ring`
+            return head_bytes(head, batch, Blocked(tile_bytes=tile_bytes))
         case _:
             assert_never(method)
 

@@ -134,16 +134,19 @@ def build_engine(
         def restored(index: int, tensor: Tensor) -> None:
             ledger.adopt(tensor, "boundaries", owner=names[index])
 
+        vocab = None if world.vocab is None else world.vocab["vp"].get_group()
         with ledger.category("staging"):
             group = None if world.experts is None else world.experts["ep"].get_group()
-            installed = install(model, plan, tokens=tokens, label=restored, seen=routing.see, dry=dry, experts=group)
+            installed = install(
+                model, plan, tokens=tokens, label=restored, seen=routing.see, dry=dry, experts=group, vocab=vocab
+            )
             scope.callback(installed.undo)
         scope.enter_context(ledger.watch(model, head=anatomy.head))
         _label_boundaries(anatomy, ledger, scope)
     engine = Engine(
         device=model.device,
         anatomy=anatomy,
-        head=head_loss(anatomy, plan.vocab),
+        head=head_loss(anatomy, plan.vocab, group=vocab),
         packed=isinstance(plan.attention, Packed),
         ledger=ledger,
         facts=facts,

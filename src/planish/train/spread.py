@@ -44,6 +44,7 @@ class Spread:
     DDP where every rank holds everything, FSDP2 where axis "dp" shards, both where both axes are longer than one.
     Gradients are summed, never averaged: the loss is divided by the counted tokens of all ranks already. Experts over
     ranks are whole there, and sharded by FSDP2 only over the ranks that hold the same ones ("copies", "replicate").
+    So are rows of a shared vocabulary, which are never gathered; ranks that hold the same ones add up their gradients.
 
     Memory:        DDP: a second buffer of the gradients' bytes, which then are views of it. FSDP2: 1/dp of weights and
                    gradients, whole only the weights of two layers and of what lies beside the layers (embedding, head,
@@ -65,10 +66,13 @@ class Spread:
 
     def __init__(self, anatomy: Anatomy, world: World) -> None:
         assert world.mesh is not None
-        self._step = StepModule(anatomy.model)
+        self._step, self._last = StepModule(anatomy.model), True
         self.buckets = world.mesh["dp"].size() == 1
         if not self.buckets:
             _shard(self._step, anatomy, world)
+            if world.vocab is not None and world.vocab["copies"].size() > 1:
+                for each in _of_the_vocabulary(anatomy):
+                    each.register_post_accumulate_grad_hook(self._add_up)
             self._module: nn.Module = self._step
         else:
             self._module = DistributedDataParallel(
@@ -76,12 +80,21 @@ class Spread:
             )
             self._module.register_comm_hook(None, _sum_bucket)
 
+    def _add_up(self, param: Tensor) -> None:
+        """Add up the gradient of rows of the vocabulary over the ranks that hold the same ones, once it is complete."""
+        if self._last:
+            grad, group = param.grad.to_local(), param.device_mesh.get_group("copies")
+            wide = grad if grad.itemsize >= 4 else grad.float()
+            dist.all_reduce(wide, group=group)
+            grad.copy_(wide)
+
     def bind(self, loss: LocalLoss) -> None:
         """Compute the loss by `loss` from now on."""
         self._step.loss = loss
 
     def __call__(self, batch: Batch, *, last: bool) -> Tensor:
         """Return this rank's summed loss; gradients are exchanged by the backward pass of the `last` microbatch."""
+        self._last = last
         if self.buckets:
             self._module.require_backward_grad_sync = last
         return self._module(batch)
@@ -131,6 +144,8 @@ def _shard(step: StepModule, anatomy: Anatomy, world: World) -> None:
     narrow = next(anatomy.model.parameters()).itemsize < 4
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
     whole_here = set() if world.experts is None else _spread_experts(anatomy, world.experts, policy)
+    if world.vocab is not None:
+        whole_here |= _share_vocabulary(anatomy, world.vocab)
     for module in (*_of_another_dtype(anatomy.model), *anatomy.layers.values(), step):
         fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, ignored_params=whole_here)
     for module in step.modules():
@@ -177,13 +192,33 @@ def _spread_experts(anatomy: Anatomy, mesh: DeviceMesh, policy: MixedPrecisionPo
     return set()
 
 
+def _of_the_vocabulary(anatomy: Anatomy) -> list[nn.Parameter]:
+    """Return the parameters that have a row for each class: those of head and embedding, once where they are one."""
+    parts = (anatomy.head.weight, anatomy.head.bias, anatomy.model.get_input_embeddings().weight)
+    return list({id(each): each for each in parts if each is not None}.values())
+
+
+def _share_vocabulary(anatomy: Anatomy, mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Leave on each rank its rows of head and embedding; return them, which are not sharded further."""
+    shared = {
+        id(each): nn.Parameter(_own_part(each, mesh), requires_grad=each.requires_grad)
+        for each in _of_the_vocabulary(anatomy)
+    }
+    for module in anatomy.model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            if id(param) in shared:
+                setattr(module, name, shared[id(param)])
+    return set(shared.values())
+
+
 def _own_part(param: nn.Parameter, mesh: DeviceMesh) -> DTensor:
-    """Return an empty part of `param` for this rank's experts, as `torch.chunk` cuts them."""
-    ranks = mesh["ep"]
-    num_experts, each = param.shape[0], -(-param.shape[0] // ranks.size())
-    first, end = (min(num_experts, each * rank) for rank in (ranks.get_local_rank(), ranks.get_local_rank() + 1))
+    """Return an empty part of `param` for this rank's experts or rows, as `torch.chunk` cuts them for the last axis."""
+    assert mesh.mesh_dim_names is not None
+    ranks = mesh[mesh.mesh_dim_names[-1]]
+    num_rows, each = param.shape[0], -(-param.shape[0] // ranks.size())
+    first, end = (min(num_rows, each * rank) for rank in (ranks.get_local_rank(), ranks.get_local_rank() + 1))
     part = torch.empty((end - first, *param.shape[1:]), dtype=param.dtype, device=param.device)
-    placements = [Replicate(), Replicate(), Shard(0)]
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
 
 

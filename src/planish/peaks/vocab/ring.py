@@ -111,7 +111,7 @@ def ring_linear_cross_entropy(  # noqa: PLR0913
     References:
         Pandit et al., arXiv 2609.14306, section 3.2 and algorithm 2.
     """
-    circle = group if isinstance(group, Circle) else Circle.of(group)
+    circle = (group if isinstance(group, Circle) else Circle.of(group)).beside(hidden)
     if circle.size == 1:
         return linear_cross_entropy(
             hidden,
