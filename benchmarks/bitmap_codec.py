@@ -13,7 +13,8 @@ from torch import Tensor
 
 from harness import Times, interleave, write_result
 from planish.kernels.bitmap import TwinCodec, num_bits_bytes, num_blocks
-from planish.kernels.bitmap_native import LEVELS, native_codec
+from planish.kernels.bitmap_native import native_codec
+from planish.kernels.native import LEVELS
 
 SEED = 0
 

@@ -31,7 +31,7 @@ SIZES = {
     "4096x2304x256000": (4096, 2304, 256000),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-TILE_BYTES = 62 * 2**20
+TILE_BYTES = 60 * 2**20
 """With what is kept of each token and what the library holds inside one product, 64 MiB."""
 FULL_LOGITS_BYTES = 2**32
 SEED = 0

@@ -26,13 +26,13 @@ class Blocked:
     """Vocabulary projection and loss in tiles of fixed bytes; logits are never formed (CCE).
 
     Attributes:
-        tile_bytes: Bytes of one tile of logits.
+        tile_bytes: Bytes of all working buffers: with what the library holds inside one product, 64 MiB.
         strategy: Bytes for products: "gradients-in-forward" multiplies three times and keeps both gradients from
             forward to backward, "recompute" multiplies four times and keeps 12 bytes a token, "auto" takes the first
             while its buffers are no larger than `tile_bytes` allows.
     """
 
-    tile_bytes: Bytes = 64 * 2**20
+    tile_bytes: Bytes = 60 * 2**20
     strategy: Literal["auto", "gradients-in-forward", "recompute"] = "auto"
 
 

@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planish.kernels.bitmap import BLOCK, TorchCodec, TwinCodec, codec, num_bits_bytes, num_blocks
-from planish.kernels.bitmap_native import LEVELS, NativeCodec, describe, library_path
+from planish.kernels.bitmap_native import NativeCodec, describe
+from planish.kernels.native import LEVELS, library_path
 
 INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 SIZES = [0, 1, 7, 8, 9, 31, 33, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17]
 
 
 def codecs():
-    path = library_path()
+    path = library_path("bitmap")
     natives = [] if path is None else [NativeCodec(ctypes.CDLL(str(path)), level) for level in range(len(LEVELS))]
     return [TwinCodec(), TorchCodec(), *natives]
 
@@ -113,4 +114,4 @@ def test_triton_kernels_in_the_interpreter():
 
 
 def test_the_kernels_of_this_machine_are_named():
-    assert describe() in LEVELS if library_path() else "NumPy" in describe()
+    assert describe() in LEVELS if library_path("bitmap") else "NumPy" in describe()

@@ -31,7 +31,7 @@ def findings() -> list[tuple[str, str]]:
     """Return (subject, what was found), a line each."""
     import torch
 
-    from planish.kernels import bitmap_native
+    from planish.kernels import bitmap_native, softmax
     from planish.memory import allocator
     from planish.memory.meter import ProcessMeter
     from planish.models.builtin import BUILT_IN, cache_folder
@@ -49,6 +49,7 @@ def findings() -> list[tuple[str, str]]:
         ),
         ("bf16 products", "by its own instructions" if has_products("bfloat16") else "slow here; fp32 trains faster"),
         ("bitmap kernels", bitmap_native.describe()),
+        ("softmax kernels", softmax.describe()),
         ("memory", format_bytes(pages * page_bytes)),
         ("peak reset", "yes" if ProcessMeter().resettable else "no: VmHWM is the peak since the process began"),
         ("malloc", allocator.describe()),

@@ -2,14 +2,12 @@
 
 import ctypes
 import functools
-import importlib.machinery
-import warnings
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-LEVELS = ("portable", "AVX2", "AVX-512")
+from planish.kernels.native import LEVELS, library_path, load
+
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -59,28 +57,12 @@ class NativeCodec:
 @functools.cache
 def native_codec() -> NativeCodec | None:
     """Return the compiled kernels, or None where they were not built, which is said once."""
-    path = library_path()
-    if path is None:
-        warnings.warn(
-            "planish was installed without a C++ compiler: activations are packed by NumPy, several times slower than "
-            "memory; install a compiler and reinstall planish.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
-    return NativeCodec(ctypes.CDLL(str(path)))
-
-
-def library_path() -> Path | None:
-    """Return where the library lies, None where it was not built."""
-    folder = Path(__file__).parent
-    paths = [folder / f"_bitmap{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    return next((path for path in paths if path.is_file()), None)
+    library = load("bitmap", without="activations are packed by NumPy, several times slower than memory")
+    return None if library is None else NativeCodec(library)
 
 
 def describe() -> str:
     """Return which kernels serve this machine."""
-    path = library_path()
-    if path is None:
+    if library_path("bitmap") is None:
         return "NumPy (no C++ compiler when planish was installed)"
-    return LEVELS[NativeCodec(ctypes.CDLL(str(path))).level]
+    return LEVELS[native_codec().level]

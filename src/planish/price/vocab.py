@@ -31,6 +31,9 @@ STRIP = 2**19
 CUDA_STRIP = 2**23
 """The same on a GPU, where each operation must be long enough to outweigh its launch."""
 
+CACHED_BYTES = 2**24
+"""Bytes of a tile that is computed again, on a CPU: a larger one multiplies no faster and falls out of the cache."""
+
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 
 Buffers = dict[str, tuple[tuple[int, ...], str]]
@@ -161,21 +164,24 @@ class Tiling:
             if "argmax" in head.wanted:
                 buffers["block_argmax"] = ((rows, head.blocks), "int64")
         if which != "statistics":
-            buffers |= self._gradient_buffers(head, columns, strip // width)
+            buffers |= self._gradient_buffers(head, columns, strip)
         return buffers
 
-    def _gradient_buffers(self, head: Head, columns: int, part_rows: int) -> Buffers:
+    def _gradient_buffers(self, head: Head, columns: int, strip: int) -> Buffers:
         width, compute, wide = head.hidden_size, head.compute_dtype, head.wide_dtype
         buffers: Buffers = {}
         if compute != wide:
-            buffers["part"] = ((part_rows, width), head.product_dtype)
+            buffers["part"] = ((strip,), head.product_dtype)
         if compute != head.product_dtype:
             buffers["narrow"] = ((self.rows, columns), compute)
         if "bias" in head.grads:
             buffers["column_sums"] = ((columns,), wide)
         if "hidden" in head.grads and not self.sums_hidden(head):
             buffers["row_grads"] = ((self.rows, width), wide)
-        if "weight" in head.grads and not self.keeps_tiles and head.weight_dtype != wide:
+        if self.turns_weight(head):
+            buffers["turned_rows"] = ((width, self.rows), compute)
+            buffers["column_grads"] = ((width, columns), compute if self.rows >= head.tokens else wide)
+        elif "weight" in head.grads and not self.keeps_tiles and head.weight_dtype != wide:
             buffers["column_grads"] = ((columns, width), wide)
         return buffers
 
@@ -183,6 +189,15 @@ class Tiling:
         """Return whether the gradient of hidden grows in a wide buffer of valid tokens x width."""
         joint = self.strategy == "recompute" and self.sweeps == 1 and {"hidden", "weight"} <= head.grads
         return joint and head.hidden_dtype != head.wide_dtype
+
+    def turns_weight(self, head: Head) -> bool:
+        """Return whether blocks of the weight's gradient are made transposed.
+
+        A CPU that multiplies narrow numbers by its own instructions takes two to three times as long where the tile,
+        the larger factor, is the transposed one.
+        """
+        narrow = head.weight_dtype == head.compute_dtype != head.wide_dtype and head.device == "cpu"
+        return narrow and "weight" in head.grads and not self.keeps_tiles
 
     def group_rows(self, num_valid: int) -> int:
         """Return how many of `num_valid` tokens are worked on together: equal shares, each at most a tile."""
@@ -202,7 +217,8 @@ def choose_tiling(head: Head, *, tile_bytes: int, strategy: Literal["auto"] | St
     weight needs is itself within `tile_bytes`, and recomputes otherwise; so it does for float16, in which a gradient
     that is scaled only afterwards would be lost, and where no gradient is wanted. Recomputing makes both gradients in
     one sweep while the wide buffer for a narrower hidden is within `tile_bytes`, and in two otherwise.
-    A budget below the smallest tile gets the smallest tile; `Tiling.workspace_bytes` tells.
+    A tile that is computed again takes no more than CACHED_BYTES of it on a CPU. A budget below the smallest tile gets
+    the smallest tile; `Tiling.workspace_bytes` tells.
     """
     float16 = "float16" in (head.compute_dtype, head.hidden_dtype)
     if head.grads and (strategy == "gradients-in-forward" or (strategy == "auto" and not float16)):
@@ -216,12 +232,18 @@ def choose_tiling(head: Head, *, tile_bytes: int, strategy: Literal["auto"] | St
             return tiling
     one_sweep = Tiling(strategy="recompute", rows=ROW_STEP, blocks=1)
     sum_bytes = head.tokens * head.hidden_size * head.wide_bytes if one_sweep.sums_hidden(head) else 0
+    most = min(tile_bytes, CACHED_BYTES) if head.device == "cpu" else tile_bytes
+
+    def weigh(tiling: Tiling) -> int:
+        tile = tiling.rows * head.widest(tiling.blocks) * ITEMSIZE[head.product_dtype]
+        return tiling.workspace_bytes(head) + (tile_bytes if tile > most else 0)
+
     return fit_square(
         head,
         replace(one_sweep, sweeps=1 + (sum_bytes > tile_bytes)),
         tile_bytes,
-        tile_bytes // ITEMSIZE[head.product_dtype],
-        lambda each: each.workspace_bytes(head),
+        most // ITEMSIZE[head.product_dtype],
+        weigh,
     )
 
 

@@ -64,8 +64,10 @@ def sweep_pass(head: Head, *, narrow: bool, bias: bool, tile_bytes: int) -> Shar
     head = replace(head, grads=frozenset({"weight", "bias"} if bias else {"weight"}))
     tiling = choose_tiling(head, tile_bytes=tile_bytes, strategy="recompute")
     buffers = tiling.buffers(head, "gradients")
-    if not narrow:
-        buffers.pop("column_grads", None)
+    for name in ("column_grads", "turned_rows"):
+        buffers.pop(name, None)
+    if narrow:
+        buffers["column_grads"] = ((head.widest(tiling.blocks), head.hidden_size), head.wide_dtype)
     return ShardPass(head=head, tiling=tiling, buffers=buffers)
 
 

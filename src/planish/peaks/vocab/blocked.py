@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from planish.peaks.vocab.task import Task
-from planish.peaks.vocab.tile import Slopes
+from planish.peaks.vocab.tile import Slopes, turned
 from planish.peaks.vocab.tiles import Tiles
 
 STATISTICS = ("nll", "lse", "entropy", "mean", "argmax")
@@ -227,6 +227,45 @@ def _scan_into(tiles: Tiles, group: slice, found: dict[str, Tensor]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightBlock:
+    """The gradient of a block of the weight while its tiles come in.
+
+    Attributes:
+        tiles: Where the working buffers are.
+        grad: The block's place in the gradient.
+        total: What grows: `grad`, or a buffer that is rounded once; [width, columns] where `Tiling.turns_weight`.
+    """
+
+    tiles: Tiles
+    grad: Tensor
+    total: Tensor
+
+    @classmethod
+    def begin(cls, tiles: Tiles, grad: Tensor) -> Self:
+        """Return the block with nothing in it."""
+        work, columns = tiles.work, len(grad)
+        if work.column_grads is None:
+            total = grad
+        elif work.turned_rows is None:
+            total = work.column_grads[:columns]
+        else:
+            total = work.column_grads.view(-1)[: grad.numel()].view(-1, columns)
+        return cls(tiles=tiles, grad=grad, total=total)
+
+    def add(self, tile: Tensor, rows: Tensor, *, fresh: bool) -> None:
+        """Add the share of a tile of derivatives; the first one is set."""
+        if self.tiles.work.turned_rows is None:
+            self.tiles.add_weight_grad(self.total, tile, rows, fresh=fresh)
+        else:
+            self.tiles.add_turned_grad(self.total, tile, turned(self.tiles.work, rows), fresh=fresh)
+
+    def round(self) -> None:
+        """Write what grew to its place."""
+        if self.total is not self.grad:
+            self.grad.copy_(self.total if self.tiles.work.turned_rows is None else self.total.t())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TileSweep(ABC):
     """What backward needs: every tile of derivatives by the logits adds its share to the gradients."""
 
@@ -256,15 +295,14 @@ class TileSweep(ABC):
         if d_hidden is not None and task.tiling.sums_hidden(task.head):
             hidden_sum, index = work.strip.new_empty(task.num_valid, d_hidden.shape[1]), None
         for _, columns in task.column_groups():
-            block = d_weight[columns]
-            total = block if work.column_grads is None else work.column_grads[: len(block)]
+            block = WeightBlock.begin(tiles, d_weight[columns])
             for group in task.row_groups():
                 rows, tile = self.derive(group, columns, d_bias)
-                tiles.add_weight_grad(total, tile, rows, fresh=group.start == 0)
+                block.add(tile, rows, fresh=group.start == 0)
                 if hidden_sum is not None:
                     self._grow(hidden_sum, index, tile, group, columns)
-            if total is not block and task.num_valid:
-                block.copy_(total)
+            if task.num_valid:
+                block.round()
         if hidden_sum is not d_hidden:
             for group in task.row_groups():
                 task.scatter(work, hidden_sum[group], d_hidden, group)

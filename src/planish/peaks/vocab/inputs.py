@@ -15,7 +15,7 @@ from planish.price.processor import product_dtype
 from planish.price.vocab import Head, choose_tiling
 from planish.units import format_bytes
 
-DEFAULT_TILE_BYTES = 64 * 2**20
+DEFAULT_TILE_BYTES = 60 * 2**20
 
 
 LogitsDtype = Literal["auto", "float32"]
@@ -40,7 +40,7 @@ class Options:
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise ValueError(f"`softcap` must be above 0, got {self.softcap}; leave it out for no cap.")
         if self.tile_bytes is not None and self.tile_bytes < 1:
-            raise ValueError(f"`tile_bytes` must be above 0, got {self.tile_bytes}; leave it out for 64 MiB.")
+            raise ValueError(f"`tile_bytes` must be above 0, got {self.tile_bytes}; leave it out for 60 MiB.")
         if self.logits_dtype not in get_args(LogitsDtype):
             raise ValueError(f'`logits_dtype` must be "auto" or "float32", got {self.logits_dtype!r}.')
         if self.strategy not in get_args(Strategy):

@@ -74,7 +74,7 @@ def linear_logprob(  # noqa: PLR0913
         temperature: Divides the logits last, as sampling does; it scales every statistic but argmax.
         want: Which statistics to return.
         logits_dtype: See `linear_cross_entropy`.
-        tile_bytes: Bytes of all working buffers together; None is 64 MiB.
+        tile_bytes: Bytes of all working buffers together; None is 60 MiB.
         num_valid: Number of targets that are not ignored, where it is known; it is then not read from a GPU.
 
     Returns:
@@ -177,7 +177,7 @@ def linear_cross_entropy(  # noqa: PLR0913
         logits_dtype: "auto" multiplies in the tensors' common dtype (autocast's where it is on), or in float32 on a CPU
             without instructions for it; a CPU with them rounds bf16 logits to bf16. "float32" multiplies in float32
             everywhere, which then takes about twice the time.
-        tile_bytes: Bytes of all working buffers together; None is 64 MiB.
+        tile_bytes: Bytes of all working buffers together; None is 60 MiB.
         strategy: "gradients-in-forward" multiplies three times and can go backward once, "recompute" four or five
             times; "auto" takes the first where its tile has enough rows and its float32 buffer is within `tile_bytes`.
         num_valid: Number of targets that are not ignored, where it is known; it is then not read from a GPU.

@@ -4,6 +4,8 @@
 block's own maximum, and the blocks are combined in vocabulary order; logits are computed for multiples of
 `price.vocab.ROW_STEP` rows. With both, no bit of the lse depends on the tile's size.
 
+[Note: compiled] Where `kernels.softmax` serves it makes both steps in one pass each; what follows is for the rest.
+
 [Note: exp and exp2] On a CPU `exp2` takes a third of the time of `exp`, but its last bit depends on where a vector
 begins. The lse is therefore made with `exp`, and the probabilities of the gradient with `exp2`.
 
@@ -20,6 +22,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from planish.kernels.softmax import softmax_kernels
 from planish.price.vocab import BLOCK, Buffers
 
 LOG2E = math.log2(math.e)
@@ -49,6 +52,12 @@ class Workspace:
     column_sums: Tensor | None = None
     row_grads: Tensor | None = None
     column_grads: Tensor | None = None
+    turned_rows: Tensor | None = None
+
+    @property
+    def folds_plainly(self) -> bool:
+        """Return whether a block's statistics are its maximum and its sum alone."""
+        return self.block_mean is self.block_entropy is self.block_argmax is None
 
     @classmethod
     def allocate(cls, buffers: Buffers, device: torch.device) -> Self:
@@ -97,6 +106,10 @@ def fill(
 
 def fold(work: Workspace, tile: Tensor, first_block: int, *, keep: bool) -> None:
     """Write the statistics of each canonical block of `tile` into the workspace; see [Note: kept exponentials]."""
+    if work.folds_plainly and (kernels := softmax_kernels(tile)):
+        top, total = (each[: len(tile), first_block:] for each in (work.block_max, work.block_sum))
+        kernels.fold(tile, top, total, block=BLOCK, keep=keep)
+        return
     for span, strip in strips(tile, work.strip):
         block = first_block
         for columns, count in canonical(tile.shape[1]):
@@ -205,7 +218,20 @@ def differentiate(
     """
     hit = None if slopes.target is None else slopes.target.masked_fill(local < 0, 0.0).neg_().view(len(local), -1)
     column = local.clamp(min=0).view(len(local), -1)
-    in_place = tile.dtype == work.strip.dtype and softcap is None and slopes.entropy is None
+    plain = softcap is None and slopes.entropy is None
+    if plain and bias_grad is None and column.shape[1] == 1 and (kernels := softmax_kernels(tile)):
+        kernels.derive(
+            tile,
+            lse=lse,
+            factor=None if lse is not None else work.block_max[:, first_block:],
+            block=BLOCK,
+            slope=slopes.softmax,
+            uniform=slopes.uniform,
+            hit=hit,
+            column=column,
+        )
+        return
+    in_place = plain and tile.dtype == work.strip.dtype
     for span, strip in strips(tile, work.strip):
         y = tile[span]
         grad = y if in_place else strip.copy_(y)
@@ -255,17 +281,27 @@ def _spare(work: Workspace, y: Tensor) -> Tensor:
     return work.spare[: y.numel()].view(y.shape).copy_(y)
 
 
+def turned(work: Workspace, rows: Tensor) -> Tensor:
+    """Return the transpose of `rows`, contiguous."""
+    count, width = rows.shape
+    return work.turned_rows.view(-1)[: rows.numel()].view(width, count).copy_(rows.t())
+
+
 def accumulate(work: Workspace, total: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
     """Add a @ b to `total`, or set it when `fresh`; a total wider than the factors is summed in its own dtype."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, beta=0.0 if fresh else 1.0, out=total)
         return
-    step = len(work.part)
+    columns = total.shape[1]
+    step = len(work.part) // columns
     for start in range(0, len(total), step):
         stop = min(len(total), start + step)
-        part = _multiply(a[start:stop], b, out=work.part[: stop - start])
+        part = _multiply(a[start:stop], b, out=work.part[: (stop - start) * columns].view(-1, columns))
         if fresh:
             total[start:stop].copy_(part)
+            continue
+        if part.dtype == torch.bfloat16 and (kernels := softmax_kernels(part)):
+            kernels.add(total[start:stop], part)
             continue
         if part.dtype != total.dtype:
             part = work.strip[: part.numel()].view(part.shape).copy_(part)

@@ -110,6 +110,10 @@ class Tiles:
         """Add the share of a tile of derivatives to its columns' gradient of the weight, or set it when `fresh`."""
         accumulate(self.work, total, narrowed(self.work, tile).t(), rows[: len(tile)], fresh=fresh)
 
+    def add_turned_grad(self, total: Tensor, tile: Tensor, turned_rows: Tensor, *, fresh: bool) -> None:
+        """As `add_weight_grad`, for a `total` of [width, columns] and the transposed rows."""
+        accumulate(self.work, total, turned_rows[:, : len(tile)], narrowed(self.work, tile), fresh=fresh)
+
     def add_hidden_grad(self, total: Tensor, tile: Tensor, columns: slice, *, fresh: bool = True) -> None:
         """Add the share of a tile of derivatives to its rows' gradient of hidden, which a `fresh` first tile sets."""
         fresh = fresh and columns.start == 0
