@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from planish.cli.main import main
 from planish.errors import UsageError
-from planish.methods import Plan
+from planish.methods import Blocked, Plan
 from planish.models.install import install
 from planish.runfile import load, split_flags
 from planish.train.dry_run import dry_run
@@ -101,6 +101,87 @@ def test_install_takes_a_model_that_peft_has_wrapped(tiny_model):
     assert all("lora" in name for name in grads)
     for name, grad in grads.items():
         torch.testing.assert_close(planned_grads[name], grad, rtol=1e-4, atol=1e-7)
+
+
+def adapted(model, **how):
+    """Return `model` with LoRA on its head and one other layer, every matrix drawn."""
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["lm_head", "q_proj"], init_lora_weights=False, lora_alpha=12, **how)
+    return get_peft_model(model, config)
+
+
+IDS = torch.randint(0, 300, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def step(wrapped, plan=None):
+    """Return the loss and the adapters' gradients of one step, under transformers' own loss without a plan."""
+    wrapped.zero_grad()
+    installed = None if plan is None else install(wrapped, plan)
+    output = wrapped(input_ids=IDS, labels=IDS)
+    output.loss.backward()
+    if installed is not None:
+        assert (output.logits is None) == isinstance(plan.vocab, Blocked)
+        installed.undo()
+    return output.loss.detach(), {n: p.grad.clone() for n, p in wrapped.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("strategy", ["auto", "recompute"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])
+def test_trl_4612_an_adapter_on_the_head_is_trained_without_the_sum(tiny_model, family, strategy):
+    wrapped = adapted(tiny_model(family, attn_implementation="eager", tie_word_embeddings=False))
+    (loss, grads), (planned_loss, planned_grads) = step(wrapped), step(wrapped, Plan(vocab=Blocked(strategy=strategy)))
+    torch.testing.assert_close(planned_loss, loss, rtol=1e-5, atol=0)
+    assert {name for name in grads if "lm_head" in name} == {
+        f"base_model.model.lm_head.lora_{matrix}.default.weight" for matrix in "AB"
+    }
+    assert grads.keys() == planned_grads.keys()
+    for name, grad in grads.items():
+        assert grad.any()
+        torch.testing.assert_close(planned_grads[name], grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_on_the_head_are_switched_added_and_merged(tiny_model):
+    wrapped = adapted(tiny_model(tie_word_embeddings=False))
+    wrapped.add_adapter("second", LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+    plan = Plan(vocab=Blocked())
+    for names in (["default"], ["second"], ["default", "second"]):
+        wrapped.base_model.set_adapter(names)
+        (loss, _), (planned_loss, _) = step(wrapped), step(wrapped, plan)
+        torch.testing.assert_close(planned_loss, loss, rtol=1e-5, atol=0)
+    install(wrapped, plan)
+    with wrapped.disable_adapter(), torch.no_grad():
+        off = wrapped(input_ids=IDS, labels=IDS).loss
+    assert abs(off - loss) > 1e-3
+    wrapped.merge_adapter()
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped(input_ids=IDS, labels=IDS).loss, loss, rtol=1e-5, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+@pytest.mark.parametrize(("how", "kind"), [({"use_dora": True}, "DoraLinearVariant"), ({"lora_bias": True}, "a bias")])
+def test_an_adapter_that_is_more_than_thin_matrices_is_refused(tiny_model, how, kind):
+    wrapped = adapted(tiny_model(tie_word_embeddings=False), **how)
+    install(wrapped, Plan())
+    with pytest.raises(UsageError, match=f"adapter 'default' has {kind}"):
+        wrapped(input_ids=IDS, labels=IDS)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_a_run_trains_an_adapter_on_the_head(model_folder, words, tmp_path):
+    model_folder(tie_word_embeddings=False)
+    targets = [*words, "--model.adapter.targets", "lm_head", "--train.steps", "2", "--train.schedule", "constant"]
+    assert main(["train", *targets]) == 0
+    learned = {n: t for n, t in weights(tmp_path / "run" / "checkpoints" / "step-00000002").items() if "lora_B" in n}
+    assert list(learned) == ["base_model.model.lm_head.lora_B.default.weight"]
+    assert all(tensor.any() for tensor in learned.values())
+
+
+def test_an_adapter_on_a_head_that_is_also_the_embedding_is_refused(words, capsys):
+    assert main(["train", *words, "--model.adapter.targets", "lm_head", "--train.steps", "2"]) == 2
+    assert "merging the adapter would change both" in capsys.readouterr().err
 
 
 def test_a_module_without_a_causal_lm_is_refused():

@@ -102,6 +102,24 @@ def test_offloading_needs_tokens_and_far_memory_and_leaves_nothing_behind_withou
         assert not model.is_activation_checkpointing
 
 
+@pytest.mark.parametrize("strategy", ["gradients-in-forward", "recompute"])
+def test_nemo_rl_2363_a_tied_weight_gets_the_gradients_of_both_its_uses(tiny_model, strategy):
+    model = tiny_model(tie_word_embeddings=True, dtype=torch.float64, attn_implementation="eager").train()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    ids, target = batch(model.config.vocab_size)
+    stock(model, ids, target)
+    both = model.lm_head.weight.grad.clone()
+    ours(model, replace(Plan.plain(), vocab=Blocked(strategy=strategy)), ids, target)
+    assert torch.allclose(model.lm_head.weight.grad, both, rtol=1e-5, atol=1e-6 * both.abs().max().item())
+    head_alone = torch.autograd.grad(
+        head_loss(find(model), Blocked(strategy=strategy))(
+            model.model(input_ids=ids, use_cache=False).last_hidden_state.detach(), target, int((target != -100).sum())
+        ),
+        model.lm_head.weight,
+    )[0]
+    assert (both - head_alone).abs().max() > 1e-3 * both.abs().max()
+
+
 def test_undo_puts_everything_back(tiny_model):
     model = tiny_model().train()
     before = model.config._attn_implementation

@@ -142,7 +142,7 @@ def test_compiled_operators_are_declared_truthfully(draw_head):
     for names in ("lse", "argmax entropy lse mean"):
         how = (torch.float32, -100, 1.0, None, None, names)
         torch.library.opcheck(
-            torch.ops.planish.head_statistics, (head.hidden, head.weight, head.bias, head.target, *how)
+            torch.ops.planish.head_statistics, (head.hidden, head.weight, head.bias, head.target, None, *how)
         )
 
 

@@ -42,7 +42,7 @@ def cuda_task(*, tokens, num_valid, strategy, tile_bytes=2**22, softcap=None, bi
 
 def summed_loss(task, hidden, weight, bias, target):
     if task.tiling.keeps_tiles:
-        return GradientsInForward.apply(hidden, weight, bias, target, task, Objective())
+        return GradientsInForward.apply(hidden, weight, bias, target, task, None, Objective())
     return Recompute.apply(hidden, weight, bias, target, task)[0].sum()
 
 

@@ -48,6 +48,11 @@ def add_adapter(model: PreTrainedModel, section: AdapterSection, *, base: str, s
         try:
             with unset_fake_temporarily():  # peft moves what it makes, which fake tensors do not take
                 peft.get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=seed is None)
+        except UserWarning as error:
+            raise UsageError(
+                f"`model.adapter.targets` {list(section.targets)} include a weight that is the embedding and the head, "
+                "and merging the adapter would change both; leave it out."
+            ) from error
         except ValueError as error:
             reason = str(error).splitlines()[0]
             raise UsageError(
@@ -101,4 +106,5 @@ def _peft() -> Iterator[Any]:
         # "all-linear" brings patterns for experts that are no linear layers; peft asks a model by a deprecated name.
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys", category=RuntimeWarning)
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        warnings.filterwarnings("error", message="Model has `tie_word_embeddings=True`", category=UserWarning)
         yield peft

@@ -8,6 +8,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from planish.errors import UsageError
 from planish.models.load import text_config
+from planish.models.low_rank import is_adapted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,7 @@ class Anatomy:
     Attributes:
         model: The whole causal LM.
         backbone: Token ids in, hidden states out.
-        head: The vocabulary projection.
+        head: The vocabulary projection, or what peft put around it.
         layers: The decoder layers, named by their path in `model`, in forward order.
         softcap: Bound of the logits (Gemma 2), or None.
         logit_scale: Factor on the logits (Cohere; Granite's divisor inverted).
@@ -27,7 +28,7 @@ class Anatomy:
 
     model: PreTrainedModel
     backbone: nn.Module
-    head: nn.Linear
+    head: nn.Module
     layers: dict[str, nn.Module]
     softcap: float | None
     logit_scale: float
@@ -56,7 +57,7 @@ def find(model: PreTrainedModel) -> Anatomy:
             beyond cross-entropy.
     """
     head, backbone = model.get_output_embeddings(), model.get_decoder()
-    if not isinstance(head, nn.Linear) or backbone is model:
+    if not (isinstance(head, nn.Linear) or is_adapted(head)) or backbone is model:
         raise UsageError(f"{type(model).__name__} has no linear head over a decoder; planish trains causal LMs.")
     layers = {name: each for name, each in model.named_modules() if isinstance(each, GradientCheckpointingLayer)}
     if not layers:

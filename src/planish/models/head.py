@@ -9,6 +9,7 @@ from torch import Tensor
 from planish.comm.ring import ALONE, Circle
 from planish.methods import Blocked, Plain, Ring, Vocab
 from planish.models.anatomy import Anatomy
+from planish.models.low_rank import low_rank
 from planish.peaks.vocab.losses import linear_cross_entropy
 from planish.peaks.vocab.plain import plain_cross_entropy
 from planish.peaks.vocab.ring import ring_linear_cross_entropy
@@ -28,7 +29,14 @@ def head_loss(anatomy: Anatomy, method: Vocab, *, group: dist.ProcessGroup | Non
 
             def loss(hidden: Tensor, target: Tensor, _num_valid: int) -> Tensor:
                 return plain_cross_entropy(
-                    hidden, head.weight, target, bias=head.bias, softcap=softcap, logit_scale=scale, reduction="sum"
+                    hidden,
+                    head.weight,
+                    target,
+                    bias=head.bias,
+                    adapter=low_rank(head, hidden),
+                    softcap=softcap,
+                    logit_scale=scale,
+                    reduction="sum",
                 )
 
         case Blocked(tile_bytes=tile_bytes, strategy=strategy):
@@ -39,6 +47,7 @@ def head_loss(anatomy: Anatomy, method: Vocab, *, group: dist.ProcessGroup | Non
                     head.weight,
                     target,
                     bias=head.bias,
+                    adapter=low_rank(head, hidden),
                     softcap=softcap,
                     logit_scale=scale,
                     reduction="sum",

@@ -71,6 +71,9 @@ class Head:
         capped: Whether logits are soft-capped.
         wanted: Statistics of each token besides nll: any of "lse", "entropy", "argmax", "mean".
         grads: Which of "hidden", "weight" and "bias" need a gradient.
+        adapter: Rank of what is added to the weight, which is then frozen: hidden_size is so much wider than the
+            weight, and "weight" among `grads` is the adapter's second matrix [vocab_size, adapter].
+        adapter_dtype: Of that matrix.
         device: Type of the device; on "cuda" products of narrow numbers come out wide, and so does the tile.
     """
 
@@ -84,7 +87,19 @@ class Head:
     capped: bool = False
     wanted: frozenset[str] = frozenset()
     grads: frozenset[str] = frozenset({"hidden", "weight"})
+    adapter: int = 0
+    adapter_dtype: str | None = None
     device: str = "cpu"
+
+    @property
+    def trained_width(self) -> int:
+        """Return the columns of the weight's gradient."""
+        return self.adapter or self.hidden_size
+
+    @property
+    def trained_dtype(self) -> str:
+        """Return the dtype of the weight's gradient."""
+        return self.weight_dtype if self.adapter_dtype is None else self.adapter_dtype
 
     @property
     def wide_dtype(self) -> str:
@@ -129,9 +144,12 @@ class Tiling:
     sweeps: int = 1
 
     def products(self, head: Head) -> int:
-        """Return how often valid tokens x vocabulary x width is multiplied, forward and backward together."""
+        """Return how often valid tokens x vocabulary x width is multiplied, forward and backward together.
+
+        What an adapter's thin matrix takes is not counted.
+        """
         again = self.sweeps if head.grads and not self.keeps_tiles else 0
-        return 1 + again + len(head.grads & {"hidden", "weight"})
+        return 1 + again + len(head.grads & ({"hidden"} if head.adapter else {"hidden", "weight"}))
 
     @property
     def keeps_tiles(self) -> bool:
@@ -155,7 +173,7 @@ class Tiling:
         }
         if head.hidden_dtype != compute:
             buffers["gather"] = ((rows, width), head.hidden_dtype)
-        if head.weight_dtype != compute:
+        if head.weight_dtype != compute or head.adapter:
             buffers["cast"] = ((columns, width), compute)
         if "entropy" in head.wanted or (head.capped and which != "statistics"):
             buffers["spare"] = ((strip,), wide)
@@ -181,8 +199,8 @@ class Tiling:
         if self.turns_weight(head):
             buffers["turned_rows"] = ((width, self.rows), compute)
             buffers["column_grads"] = ((width, columns), compute if self.rows >= head.tokens else wide)
-        elif "weight" in head.grads and not self.keeps_tiles and head.weight_dtype != wide:
-            buffers["column_grads"] = ((columns, width), wide)
+        elif "weight" in head.grads and not self.keeps_tiles and head.trained_dtype != wide:
+            buffers["column_grads"] = ((columns, head.trained_width), wide)
         return buffers
 
     def sums_hidden(self, head: Head) -> bool:
@@ -197,7 +215,7 @@ class Tiling:
         the larger factor, is the transposed one.
         """
         narrow = head.weight_dtype == head.compute_dtype != head.wide_dtype and head.device == "cpu"
-        return narrow and "weight" in head.grads and not self.keeps_tiles
+        return narrow and "weight" in head.grads and not self.keeps_tiles and not head.adapter
 
     def group_rows(self, num_valid: int) -> int:
         """Return how many of `num_valid` tokens are worked on together: equal shares, each at most a tile."""
@@ -224,8 +242,8 @@ def choose_tiling(head: Head, *, tile_bytes: int, strategy: Literal["auto"] | St
     if head.grads and (strategy == "gradients-in-forward" or (strategy == "auto" and not float16)):
         kept = Tiling(strategy="gradients-in-forward", rows=ROW_STEP, blocks=min(head.blocks, KEPT_BLOCKS))
         tiling = fit_rows(head.tokens, kept, tile_bytes, lambda each: each.workspace_bytes(head))
-        narrow = "weight" in head.grads and head.weight_dtype != head.wide_dtype
-        sum_bytes = head.vocab_size * head.hidden_size * head.wide_bytes if narrow else 0
+        narrow = "weight" in head.grads and head.trained_dtype != head.wide_dtype
+        sum_bytes = head.vocab_size * head.trained_width * head.wide_bytes if narrow else 0
         enough_rows = tiling.rows >= min(MIN_ROWS, head.tokens)
         fits = enough_rows and max(sum_bytes, tiling.workspace_bytes(head)) <= tile_bytes
         if fits or strategy == "gradients-in-forward":
@@ -302,14 +320,14 @@ def cross_entropy_phases(
 
 
 def _in_forward(head: Head, tiling: Tiling, valid: int, smooth: bool, z_loss: bool) -> Phases:
-    wide, elements = head.wide_bytes, head.vocab_size * head.hidden_size
+    wide, elements = head.wide_bytes, head.vocab_size * head.trained_width
     grads = {
         "hidden": head.tokens * head.hidden_size * ITEMSIZE[head.hidden_dtype],
         "weight": elements * wide,
         "bias": head.vocab_size * wide,
     }
     rounded = {
-        "weight": elements * _narrow(head, head.weight_dtype),
+        "weight": elements * _narrow(head, head.trained_dtype),
         "bias": head.vocab_size * _narrow(head, head.bias_dtype),
     }
     kept = sum(grads[name] for name in head.grads) + wide
@@ -352,7 +370,7 @@ def grad_bytes(head: Head) -> int:
     """Return the bytes of the gradients that recomputing makes, that of the bias before it is rounded."""
     sizes = {
         "hidden": head.tokens * head.hidden_size * ITEMSIZE[head.hidden_dtype],
-        "weight": head.vocab_size * head.hidden_size * ITEMSIZE[head.weight_dtype],
+        "weight": head.vocab_size * head.trained_width * ITEMSIZE[head.trained_dtype],
         "bias": head.vocab_size * head.wide_bytes,
     }
     return sum(sizes[name] for name in head.grads)

@@ -89,24 +89,26 @@ class GradientsInForward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
         task: Task,
+        adapter: Tensor | None,
         objective: Objective,
         class_weight: Tensor | None = None,
     ) -> Tensor:
         """Return the sum over valid tokens of the objective, times the weights of their classes."""
-        tiles = Tiles.prepare("both", hidden, weight, bias, target, task)
-        grads = Gradients.allocate(tiles.task, hidden, weight, weight_dtype=tiles.work.strip.dtype)
+        tiles = Tiles.prepare("both", hidden, weight, bias, target, task, adapter)
+        grads = Gradients.allocate(tiles.task, hidden, tiles.trained, weight_dtype=tiles.work.strip.dtype)
         losses = tiles.work.strip.new_empty(task.num_valid)
         for group in task.row_groups():
             losses[group] = _derive_in_forward(tiles, group, objective, class_weight, grads)
         ctx.grads = (grads.hidden, grads.weight, grads.bias)
-        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.dtypes = (hidden.dtype, tiles.trained.dtype, None if bias is None else bias.dtype)
+        ctx.adapted = adapter is not None
         ctx.logit_scale = task.logit_scale
         return losses.sum()
 
@@ -124,7 +126,7 @@ class GradientsInForward(torch.autograd.Function):
         ready = [
             None if grad is None else grad.mul_(factor).to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)
         ]
-        return *ready, None, None, None, None
+        return *_placed(*ready, adapted=ctx.adapted), None, None
 
 
 def weights_of(class_weight: Tensor, target: Tensor) -> Tensor:
@@ -166,7 +168,13 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, task: Task
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        task: Task,
+        adapter: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
         """Return nll, lse, entropy, mean logit and argmax, [T] each; None where not wanted, 0 where ignored.
 
@@ -174,22 +182,29 @@ class Recompute(torch.autograd.Function):
         """
         ctx.set_materialize_grads(False)
         ctx.task = task
-        found = statistics(hidden, weight, bias, target, task)
+        found = statistics(hidden, weight, bias, target, task, adapter)
         if "argmax" in found:
             ctx.mark_non_differentiable(found["argmax"])
-        ctx.save_for_backward(hidden, weight, bias, target, found["lse"], found.get("entropy"))
+        ctx.save_for_backward(hidden, weight, bias, target, adapter, found["lse"], found.get("entropy"))
         return tuple(found.get(name) for name in STATISTICS)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients under per-token upstreams."""
         refuse_second_derivatives()
-        hidden, weight, bias, target, lse, entropy = ctx.saved_tensors
-        tiles = Tiles.prepare("gradients", hidden, weight, bias, target, ctx.task)
+        hidden, weight, bias, target, adapter, lse, entropy = ctx.saved_tensors
+        tiles = Tiles.prepare("gradients", hidden, weight, bias, target, ctx.task, adapter)
         upstream = (upstream_of(upstream[0], target), *upstream[1:])
         grads = Sweep(tiles=tiles, lse=lse, entropy=entropy, upstream=Upstream(*upstream[:4])).run()
         d_bias = None if grads.bias is None else grads.bias.to(bias.dtype)
-        return grads.hidden, grads.weight, d_bias, None, None
+        return _placed(grads.hidden, grads.weight, d_bias, adapted=adapter is not None)
+
+
+def _placed(
+    hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None, *, adapted: bool
+) -> tuple[Tensor | None, ...]:
+    """Return gradients in the order of (hidden, weight, bias, target, task, adapter)."""
+    return (hidden, None, bias, None, None, weight) if adapted else (hidden, weight, bias, None, None, None)
 
 
 def upstream_of(nll: Tensor | None, target: Tensor) -> Tensor | None:
@@ -203,12 +218,19 @@ def refuse_second_derivatives() -> None:
         raise RuntimeError("the blocked head has no second derivative; call backward without create_graph=True.")
 
 
-def statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, task: Task) -> dict[str, Tensor]:
+def statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    task: Task,
+    adapter: Tensor | None = None,
+) -> dict[str, Tensor]:
     """Return nll and every statistic that `task.head` wants, by name, [T] each: 0 where ignored, argmax -1.
 
     Memory: one tile; 4 bytes a token for each statistic, 8 for argmax, and 8 a valid token where some are ignored.
     """
-    tiles = Tiles.prepare("statistics", hidden, weight, bias, target, task)
+    tiles = Tiles.prepare("statistics", hidden, weight, bias, target, task, adapter)
     wanted = task.head.wanted
     found = {name: tiles.work.strip.new_zeros(len(hidden)) for name in wanted - {"argmax"}}
     found["nll"] = tiles.work.strip.new_zeros(target.shape)
@@ -278,7 +300,7 @@ class TileSweep(ABC):
     def run(self) -> Gradients:
         """Return the gradients that are wanted."""
         tiles = self.tiles
-        grads = Gradients.allocate(tiles.task, tiles.hidden, tiles.weight, weight_dtype=tiles.weight.dtype)
+        grads = Gradients.allocate(tiles.task, tiles.hidden, tiles.trained, weight_dtype=tiles.trained.dtype)
         if grads.weight is None:
             self.over_tokens(grads.hidden, grads.bias)
         elif tiles.task.tiling.sweeps == 1:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from planish.peaks.vocab.blocked import STATISTICS, Sweep, Upstream, statistics, upstream_of
-from planish.peaks.vocab.inputs import Options, Prepared, check, compute_dtype, lay_out
+from planish.peaks.vocab.inputs import Adapter, Options, Prepared, check, compute_dtype, join, lay_out
 from planish.peaks.vocab.tiles import Tiles
 
 
@@ -19,6 +19,7 @@ def each_token(
     *,
     wanted: frozenset[str],
     several: bool = False,
+    adapter: Adapter | None = None,
 ) -> dict[str, Tensor | None]:
     """Return the statistics of each token by name, [T], None where not wanted, from one operator of the graph."""
     if options.strategy == "gradients-in-forward":
@@ -26,10 +27,11 @@ def each_token(
             '`strategy` "gradients-in-forward" cannot be traced by `torch.compile`; use "recompute" or "auto".'
         )
     check(hidden, weight, target, bias, several=several)
+    hidden, second = (hidden, None) if adapter is None else join(hidden, weight, adapter)
     compute = compute_dtype(hidden, weight, logits_dtype=options.logits_dtype)
     names = " ".join(sorted(wanted | {"lse"}))
     how = (compute, options.ignore_index, options.logit_scale, options.softcap, options.tile_bytes, names)
-    found = head_statistics(hidden, weight, bias, target, *how)
+    found = head_statistics(hidden, weight, bias, target, second, *how)
     return {name: each if name in {"nll", *wanted} else None for name, each in zip(STATISTICS, found, strict=True)}
 
 
@@ -39,6 +41,7 @@ def head_statistics(  # noqa: PLR0913
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
+    adapter: Tensor | None,
     compute: torch.dtype,
     ignore_index: int,
     logit_scale: float,
@@ -48,7 +51,7 @@ def head_statistics(  # noqa: PLR0913
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return nll, lse, entropy, mean logit and argmax, [T] each (nll [T, K]); empty where not among `names`."""
     how = (compute, ignore_index, logit_scale, softcap, tile_bytes, names)
-    found = statistics(*_prepared(hidden, weight, bias, target, how, grads=frozenset()))
+    found = statistics(*_prepared(hidden, weight, bias, target, adapter, how, grads=frozenset()))
     return tuple(found[name] if name in found else _empty(hidden, compute, name, 0) for name in STATISTICS)
 
 
@@ -73,6 +76,7 @@ def head_gradients(  # noqa: PLR0913
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
+    adapter: Tensor | None,
     lse: Tensor,
     entropy: Tensor | None,
     upstream: list[Tensor | None],
@@ -84,9 +88,12 @@ def head_gradients(  # noqa: PLR0913
     names: str,
     wanted: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of hidden, weight and bias under per-token upstreams; empty where not `wanted`."""
+    """Return the gradients of hidden, weight and bias under per-token upstreams; empty where not `wanted`.
+
+    Beside an adapter, that of the weight is the adapter's.
+    """
     how = (compute, ignore_index, logit_scale, softcap, tile_bytes, names)
-    prepared = _prepared(hidden, weight, bias, target, how, grads=frozenset(wanted.split()))
+    prepared = _prepared(hidden, weight, bias, target, adapter, how, grads=frozenset(wanted.split()))
     tiles = Tiles.prepare("gradients", *prepared)
     given = Upstream(upstream_of(upstream[0], prepared.target), *upstream[1:])
     grads = Sweep(tiles=tiles, lse=lse, entropy=entropy, upstream=given).run()
@@ -97,38 +104,47 @@ def head_gradients(  # noqa: PLR0913
 
 @head_gradients.register_fake
 def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    wanted = rest[-1].split()
-    given = {"hidden": hidden, "weight": weight, "bias": bias}
+    wanted, adapter = rest[-1].split(), rest[1]
+    given = {"hidden": hidden, "weight": weight if adapter is None else adapter, "bias": bias}
     return tuple(torch.empty_like(each) if name in wanted else hidden.new_empty(0) for name, each in given.items())
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keep what the gradients are made of."""
-    hidden, weight, bias, target, *ctx.how = inputs
+    hidden, weight, bias, target, adapter, *ctx.how = inputs
     _, lse, entropy, _, argmax = output
     ctx.has_entropy = "entropy" in ctx.how[-1].split()
     ctx.mark_non_differentiable(argmax)
-    ctx.save_for_backward(hidden, weight, bias, target, lse, entropy)
+    ctx.save_for_backward(hidden, weight, bias, target, adapter, lse, entropy)
 
 
 def _derive(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of the operands of `head_statistics`."""
-    hidden, weight, bias, target, lse, entropy = ctx.saved_tensors
+    hidden, weight, bias, target, adapter, lse, entropy = ctx.saved_tensors
     names = {"nll", *ctx.how[-1].split()}
     given = [each if name in names else None for name, each in zip(STATISTICS[:4], upstream, strict=False)]
-    wanted = [name for name, need in zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False) if need]
-    grads = head_gradients(
-        hidden, weight, bias, target, lse, entropy if ctx.has_entropy else None, given, *ctx.how, " ".join(wanted)
-    )
-    ready = [each if need else None for each, need in zip(grads, ctx.needs_input_grad, strict=False)]
-    return (*ready, *[None] * (1 + len(ctx.how)))
+    at = {"hidden": 0, "weight": 1 if adapter is None else 4, "bias": 2}
+    wanted = [name for name, place in at.items() if ctx.needs_input_grad[place]]
+    kept = (lse, entropy if ctx.has_entropy else None)
+    grads = head_gradients(hidden, weight, bias, target, adapter, *kept, given, *ctx.how, " ".join(wanted))
+    ready: list[Tensor | None] = [None] * (5 + len(ctx.how))
+    for (name, place), grad in zip(at.items(), grads, strict=True):
+        ready[place] = grad if name in wanted else None
+    return tuple(ready)
 
 
 head_statistics.register_autograd(_derive, setup_context=_keep)
 
 
 def _prepared(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, how: tuple[Any, ...], *, grads: frozenset[str]
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    adapter: Tensor | None,
+    how: tuple[Any, ...],
+    *,
+    grads: frozenset[str],
 ) -> Prepared:
     compute, ignore_index, logit_scale, softcap, tile_bytes, names = how
     options = Options(
@@ -139,4 +155,4 @@ def _prepared(
         strategy="recompute",
     )
     wanted = frozenset(names.split())
-    return lay_out(hidden, weight, target, bias, options, compute=compute, wanted=wanted, grads=grads)
+    return lay_out(hidden, weight, target, bias, options, compute=compute, wanted=wanted, grads=grads, adapter=adapter)

@@ -48,13 +48,21 @@ class Options:
 
 
 class Prepared(NamedTuple):
-    """The checked arguments of both autograd functions: hidden [T, D], target [T] or [T, K] of int64."""
+    """The checked arguments of both autograd functions: hidden [T, D], target [T] or [T, K] of int64.
+
+    With an adapter [V, R] hidden is [T, D + R].
+    """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     target: Tensor
     task: Task
+    adapter: Tensor | None = None
+
+
+Adapter = tuple[Tensor, Tensor]
+"""What is added to logits: hidden states behind the first thin matrix, times its scale, [..., R], and the second."""
 
 
 def check(
@@ -186,6 +194,7 @@ def prepare(
     *,
     wanted: frozenset[str],
     several: bool = False,
+    adapter: Adapter | None = None,
 ) -> Prepared:
     """Return the arguments of one call, checked and planned; warn where `tile_bytes` is below the smallest tile.
 
@@ -194,7 +203,8 @@ def prepare(
         ValueError: See `check` and `count_valid`.
     """
     check(hidden, weight, target, bias, several=several)
-    grads = needing(hidden=hidden, weight=weight, bias=bias)
+    hidden, second = (hidden, None) if adapter is None else join(hidden, weight, adapter)
+    grads = needing(hidden=hidden, weight=weight if second is None else second, bias=bias)
     return lay_out(
         hidden,
         weight,
@@ -204,10 +214,28 @@ def prepare(
         compute=compute_dtype(hidden, weight, logits_dtype=options.logits_dtype),
         wanted=wanted | ({"lse"} if grads else set()),
         grads=grads,
+        adapter=second,
     )
 
 
-def lay_out(
+def join(hidden: Tensor, weight: Tensor, adapter: Adapter) -> Adapter:
+    """Return hidden states beside the adapter's, [..., D + R], and its second matrix.
+
+    Raises:
+        ValueError: An adapter that does not fit, or a weight that is trained beside it.
+    """
+    low, second = adapter
+    if low.shape[:-1] != hidden.shape[:-1] or second.shape != (len(weight), *low.shape[-1:]) or not low.shape[-1]:
+        raise ValueError(
+            f"`adapter` must be ([..., R], [V, R]) beside `hidden` {list(hidden.shape)} and `weight` "
+            f"{list(weight.shape)}, got {list(low.shape)} and {list(second.shape)}."
+        )
+    if weight.requires_grad:
+        raise ValueError("`weight` must be frozen beside an `adapter`; train one of them, or `weight` + their product.")
+    return torch.cat([hidden, low.to(hidden.dtype)], -1), second
+
+
+def lay_out(  # noqa: PLR0913
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -217,12 +245,13 @@ def lay_out(
     compute: torch.dtype,
     wanted: frozenset[str],
     grads: frozenset[str],
+    adapter: Tensor | None = None,
 ) -> Prepared:
     """Return the arguments of one call, flat, with a tiling for these statistics and gradients."""
     flat, ignore_index = hidden.reshape(-1, hidden.shape[-1]), options.ignore_index
     several = target.dim() == hidden.dim()
     classes = target.reshape((len(flat), target.shape[-1]) if several else (-1,)).long()
-    head = describe(flat, weight, bias, options, compute=compute, wanted=wanted, grads=grads)
+    head = describe(flat, weight, bias, options, compute=compute, wanted=wanted, grads=grads, adapter=adapter)
     tile_bytes = DEFAULT_TILE_BYTES if options.tile_bytes is None else options.tile_bytes
     tiling = choose_tiling(head, tile_bytes=tile_bytes, strategy=options.strategy)
     warn_if_above(tiling.workspace_bytes(head), tile_bytes, stacklevel=5)
@@ -237,7 +266,7 @@ def lay_out(
         logit_scale=options.logit_scale,
         softcap=options.softcap,
     )
-    return Prepared(flat, weight, bias, classes, task)
+    return Prepared(flat, weight, bias, classes, task, adapter)
 
 
 def describe(
@@ -249,11 +278,12 @@ def describe(
     compute: torch.dtype,
     wanted: frozenset[str],
     grads: frozenset[str],
+    adapter: Tensor | None = None,
 ) -> Head:
     """Return sizes and dtypes of a head over flat `hidden`."""
     return Head(
         tokens=len(hidden),
-        hidden_size=weight.shape[1],
+        hidden_size=hidden.shape[1],
         vocab_size=len(weight),
         hidden_dtype=_name(hidden.dtype),
         weight_dtype=_name(weight.dtype),
@@ -262,6 +292,8 @@ def describe(
         capped=options.softcap is not None,
         wanted=wanted,
         grads=grads,
+        adapter=0 if adapter is None else adapter.shape[1],
+        adapter_dtype=None if adapter is None else _name(adapter.dtype),
         device=weight.device.type,
     )
 

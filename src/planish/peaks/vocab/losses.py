@@ -16,7 +16,7 @@ from planish.peaks.vocab.blocked import (
     statistics,
     weights_of,
 )
-from planish.peaks.vocab.inputs import LogitsDtype, Options, Prepared, Strategy, prepare
+from planish.peaks.vocab.inputs import Adapter, LogitsDtype, Options, Prepared, Strategy, prepare
 
 Statistic = Literal["nll", "lse", "entropy", "argmax"]
 Reduction = Literal["mean", "sum", "none"]
@@ -44,6 +44,7 @@ def linear_logprob(  # noqa: PLR0913
     target: Tensor,
     *,
     bias: Tensor | None = None,
+    adapter: Adapter | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
@@ -68,6 +69,7 @@ def linear_logprob(  # noqa: PLR0913
         weight: The head's weight, [V, D].
         target: Class of each token, [...], or several classes a token, [..., K], whose nll is then [..., K].
         bias: The head's bias, [V].
+        adapter: See `linear_cross_entropy`.
         logit_scale: Multiplies the logits (Granite, Cohere).
         softcap: Bounds the scaled logits to softcap * tanh(y / softcap) (Gemma).
         ignore_index: Target of tokens that are left out; of several classes, one that is none.
@@ -112,11 +114,11 @@ def linear_logprob(  # noqa: PLR0913
         strategy="recompute",
         num_valid=num_valid,
     )
-    wanted = frozenset(want) - {"nll"}
+    wanted, how = frozenset(want) - {"nll"}, {"several": True, "adapter": adapter}
     if torch.compiler.is_compiling():
-        found = compiled.each_token(hidden, weight, target, bias, options, wanted=wanted, several=True)
+        found = compiled.each_token(hidden, weight, target, bias, options, wanted=wanted, **how)
     else:
-        found = _each_token(prepare(hidden, weight, target, bias, options, wanted=wanted, several=True))
+        found = _each_token(prepare(hidden, weight, target, bias, options, wanted=wanted, **how))
     shapes = {"nll": target.shape}
     return LogProb(
         *(
@@ -132,6 +134,7 @@ def linear_cross_entropy(  # noqa: PLR0913
     target: Tensor,
     *,
     bias: Tensor | None = None,
+    adapter: Adapter | None = None,
     target_probs: Tensor | None = None,
     class_weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -164,6 +167,9 @@ def linear_cross_entropy(  # noqa: PLR0913
         weight: The head's weight, [V, D].
         target: Class of each token, [...], or [..., K] with `target_probs`.
         bias: The head's bias, [V].
+        adapter: (low, second), [..., R] and [V, R]: adds low @ second^T to hidden @ weight^T before the bias, block by
+            block, so that no matrix of the weight's size is formed; the weight must be frozen then. LoRA's low is
+            hidden @ A^T times its scale, its second is B; either gets its gradient, and is multiplied as the rest is.
         target_probs: Probability of each of a token's targets, [..., K]; they need not sum to 1.
         class_weight: Multiplies the loss of tokens by their class, [V]; "mean" then divides by the sum of the weights,
             as torch does. It gets no gradient.
@@ -211,11 +217,12 @@ def linear_cross_entropy(  # noqa: PLR0913
         strategy="recompute" if reduction == "none" or soft else strategy,
         num_valid=num_valid,
     )
+    how = {"several": soft, "adapter": adapter}
     if torch.compiler.is_compiling():
-        found = compiled.each_token(hidden, weight, target, bias, options, wanted=objective.needs, several=soft)
+        found = compiled.each_token(hidden, weight, target, bias, options, wanted=objective.needs, **how)
         num_valid = _num_tokens(target != ignore_index, several=soft).clamp(min=1)
     else:
-        prepared = prepare(hidden, weight, target, bias, options, wanted=objective.needs, several=soft)
+        prepared = prepare(hidden, weight, target, bias, options, wanted=objective.needs, **how)
         num_valid = max(1, prepared.task.num_valid)
         if prepared.task.tiling.keeps_tiles:
             with torch.autocast(hidden.device.type, enabled=False):

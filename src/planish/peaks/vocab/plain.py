@@ -5,12 +5,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def plain_cross_entropy(
+def plain_cross_entropy(  # noqa: PLR0913
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
     *,
     bias: Tensor | None = None,
+    adapter: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = -100,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -27,12 +28,16 @@ def plain_cross_entropy(
         weight: The head's weight, [V, D].
         target: Class of each token, [...]; `ignore_index` marks tokens that count for nothing.
         bias: The head's bias, [V].
+        adapter: (low, second), [..., R] and [V, R]: adds low @ second^T.
         ignore_index: Target of tokens that are left out.
         logit_scale: Multiplies the logits before `softcap` (Granite, Cohere).
         softcap: Bounds logits to softcap * tanh(logits / softcap) (Gemma).
         reduction: "sum", "mean" or "none", as in `torch.nn.functional.cross_entropy`.
     """
     logits = F.linear(hidden, weight, bias)
+    if adapter is not None:
+        low, second = adapter
+        logits = (logits + F.linear(low.to(second.dtype), second)).to(logits.dtype)
     if logit_scale != 1.0:
         logits = logits * logit_scale
     if softcap is not None:

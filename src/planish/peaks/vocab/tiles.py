@@ -16,7 +16,8 @@ class Tiles:
     """The operands of one pass and its working buffers; a tile is a group of valid tokens by a range of columns.
 
     `bias` is in the compute dtype; the weight is cast tile by tile where it is in another. `first` is the class of the
-    weight's first row.
+    weight's first row. An `adapter` [V, R] stands beside the weight tile by tile: hidden states are R columns wider
+    than the weight, which is frozen.
     """
 
     task: Task
@@ -26,10 +27,18 @@ class Tiles:
     bias: Tensor | None
     target: Tensor
     first: int = 0
+    adapter: Tensor | None = None
 
     @classmethod
     def prepare(
-        cls, which: Pass, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, task: Task
+        cls,
+        which: Pass,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        task: Task,
+        adapter: Tensor | None = None,
     ) -> Self:
         """Return the operands with the working buffers of pass `which`, the valid tokens looked up."""
         work = Workspace.allocate(task.tiling.buffers(task.head, which), hidden.device)
@@ -40,7 +49,13 @@ class Tiles:
             weight=weight,
             bias=None if bias is None else bias.to(work.rows.dtype),
             target=target,
+            adapter=adapter,
         )
+
+    @property
+    def trained(self) -> Tensor:
+        """Return what the gradient of the weight is of."""
+        return self.weight if self.adapter is None else self.adapter
 
     def load(self, group: slice) -> Tensor:
         """Return the hidden states of `group` in the compute dtype, followed by zeros up to a multiple of ROW_STEP."""
@@ -108,7 +123,8 @@ class Tiles:
 
     def add_weight_grad(self, total: Tensor, tile: Tensor, rows: Tensor, *, fresh: bool) -> None:
         """Add the share of a tile of derivatives to its columns' gradient of the weight, or set it when `fresh`."""
-        accumulate(self.work, total, narrowed(self.work, tile).t(), rows[: len(tile)], fresh=fresh)
+        rows = rows[: len(tile)] if self.adapter is None else rows[: len(tile), self.weight.shape[1] :]
+        accumulate(self.work, total, narrowed(self.work, tile).t(), rows, fresh=fresh)
 
     def add_turned_grad(self, total: Tensor, tile: Tensor, turned_rows: Tensor, *, fresh: bool) -> None:
         """As `add_weight_grad`, for a `total` of [width, columns] and the transposed rows."""
@@ -120,9 +136,15 @@ class Tiles:
         accumulate(self.work, total, narrowed(self.work, tile), self._weight(columns), fresh=fresh)
 
     def _weight(self, columns: slice) -> Tensor:
-        """Return rows of the weight in the compute dtype."""
+        """Return rows of the weight in the compute dtype, the adapter's beside them."""
         weight = self.weight[columns]
-        return weight if self.work.cast is None else self.work.cast[: len(weight)].copy_(weight)
+        if self.work.cast is None:
+            return weight
+        cast, width = self.work.cast[: len(weight)], weight.shape[1]
+        cast[:, :width].copy_(weight)
+        if self.adapter is not None:
+            cast[:, width:].copy_(self.adapter[columns])
+        return cast
 
     def local_target(self, group: slice, columns: slice) -> Tensor:
         """Return the target of each token of `group` as a column of `columns`, negative where it lies outside."""
