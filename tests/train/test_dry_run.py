@@ -17,6 +17,8 @@ from planish.train.session import optimizer_tensors
 CHANNEL = ("plan.optim.granularity", "channel")
 IN_BACKWARD, NO_CLIP = ("plan.optim.in_backward", True), ("train.clip", 0)
 TILES = ("plan.activation.tile_bytes", "4KiB")
+STREAM = ("plan.optim", "stream-adamw")
+CHUNKS = [("plan.optim.disk", "64MiB"), ("plan.optim.chunk_bytes", "40KiB")]
 INT8 = ("plan.optim.weights", "int8")
 CASES = {
     "dense fp32": ("llama", []),
@@ -57,6 +59,12 @@ CASES = {
         [("plan.optim.proj_rank", 4), ("plan.optim.refresh", "reset"), ("plan.dispatch", "batched")],
     ),
     "apollo in backward, accumulation": ("llama", [IN_BACKWARD, NO_CLIP, CHANNEL, ("train.grad_accum", 2)]),
+    "streamed state on disk": ("llama", [STREAM, *CHUNKS, ("model.dtype", "bf16")]),
+    "streamed state, some on the host": ("qwen3", [STREAM, *CHUNKS, ("plan.optim.host", "64KiB")]),
+    "streamed state in backward": (
+        "qwen3-moe",
+        [STREAM, *CHUNKS, IN_BACKWARD, NO_CLIP, ("train.grad_accum", 2), ("plan.dispatch", "batched")],
+    ),
     "attention kept": ("gemma2", [("plan.boundary", "checkpoint"), ("plan.boundary.keep_attention", True)]),
     "attention kept on disk": (
         "llama",
@@ -103,6 +111,8 @@ def test_dry_run_is_the_ledger_of_the_real_run(model_folder, text_file, tmp_path
     base += [("data.train", text), ("data.eval", text), ("data.context", 64)]
     if ("plan.boundary", "offload") in settings:
         base.append(("plan.boundary.folder", str(tmp_path)))
+    if STREAM in settings:
+        base.append(("plan.optim.folder", str(tmp_path)))
     run = load(None, base + settings)
     records, batches = measured(run, tmp_path / "run")
     dry = dry_run(run, batches=batches)

@@ -31,8 +31,8 @@ class FarTensor:
 
     def stand_in(self) -> Tensor:
         """Return one number, repeated without a copy, of the state's shape and sharded as it is."""
-        local = torch.empty((), dtype=self.dtype, device="cpu").expand(to_local(self._flat.param).shape)
-        return _distributed(local, self._flat.param)
+        number = torch.frombuffer(bytearray(self.dtype.itemsize), dtype=self.dtype)[0]
+        return _distributed(number.expand(to_local(self._flat.param).shape), self._flat.param)
 
     def pieces(self) -> Iterator[Tensor]:
         """Yield the numbers that are here, in order; each piece is good until the next.
