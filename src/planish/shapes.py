@@ -4,6 +4,17 @@ from dataclasses import dataclass
 from math import prod
 
 
+def shard_axis(sizes: tuple[int, ...], num_shards: int) -> int:
+    """Return the first axis that the shards divide, for few experts on many ranks would be padded; else the first."""
+    return next((axis for axis, size in enumerate(sizes) if size % num_shards == 0), 0)
+
+
+def shard_of(sizes: tuple[int, ...], num_shards: int) -> tuple[int, ...]:
+    """Return the sizes of the first shard, which is no smaller than any other."""
+    axis = shard_axis(sizes, num_shards)
+    return (*sizes[:axis], -(-sizes[axis] // num_shards), *sizes[axis + 1 :])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorShape:
     """Parameters alike: one in each of several layers.

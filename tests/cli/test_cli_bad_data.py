@@ -71,6 +71,16 @@ def test_a_chat_template_without_generation_marks_is_refused(train, model_folder
     assert "needs a chat template that marks what the assistant says" in err
 
 
+def test_what_a_chat_template_refuses_is_found_at_launch(train, model_folder, tmp_path):
+    refusing = "{{ raise_exception('roles must alternate') if messages[0]['role'] == messages[1]['role'] }}" + TEMPLATE
+    (model_folder() / "chat_template.jinja").write_text(refusing, encoding="utf-8")
+    write(tmp_path / "a.jsonl", 40 * CHAT + CHAT.replace("assistant", "user"))
+    code, err, run = train(tmp_path / "a.jsonl")
+    assert code == 2
+    assert "a.jsonl:41: the chat template refuses these messages: roles must alternate" in err
+    assert not run.exists()
+
+
 @pytest.mark.parametrize("case", ["BOM and CRLF", "empty file among good ones", "split long document"])
 def test_what_is_only_odd_trains(train, tmp_path, case):
     (tmp_path / "data").mkdir()

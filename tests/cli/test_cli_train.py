@@ -14,7 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from planish.cli import progress
 from planish.cli.main import main
+from planish.cli.progress import RunView
 from planish.train import session
 from planish.train.predict import predict
 
@@ -316,16 +318,35 @@ def test_a_bad_file_among_good_ones_is_found_at_launch(train, tmp_path, part, na
     assert not (tmp_path / "runs").exists()
 
 
-def test_data_that_fails_under_way_costs_no_step(train, tmp_path):
-    """Only its tokens tell how long a document is, so this one is refused when its turn comes."""
+def test_a_document_that_is_too_long_is_found_at_launch(train, tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     for index in range(9):
         (folder / f"{index}.txt").write_text("Some good words. " * (1 if index else 40))
-    code, error = train("--data.train", folder, "--data.long_documents", "refuse", "--data.pack", "none",
-                        "--train.steps", 40, "--data.seed", 3)  # fmt: skip
+    code, error = train("--data.train", folder, "--data.long_documents", "refuse", "--train.steps", 1)
     assert code == 2
-    assert "more than `data.context`" in error
+    assert "0.txt has" in error
+    assert "more than `data.context` (32)" in error
+    assert not (tmp_path / "run").exists()
+    (folder / "0.txt").unlink()
+    assert train("--data.train", folder, "--data.long_documents", "refuse")[0] == 0
+
+
+def test_data_that_fails_under_way_costs_no_step(train, tmp_path, monkeypatch):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for index in range(9):
+        (folder / f"{index}.txt").write_text("Some good words. ")
+
+    class SpoilsData(RunView):
+        def step(self, report):
+            for file in folder.iterdir():
+                file.unlink()
+
+    monkeypatch.setattr(progress, "RunView", SpoilsData)
+    code, error = train("--data.train", folder, "--data.pack", "none", "--train.steps", 40)
+    assert code == 2
+    assert ".txt" in error
     done = lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
     assert f"Step {done} is saved" in error
     assert (tmp_path / "run" / "latest").read_text() == f"step-{done:08d}\n"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -34,6 +34,29 @@ def test_a_text_in_parts_gives_the_tokens_of_the_whole(tokenizer, text):
         patch.setattr(encode, "PART_CHARACTERS", 1)
         found = Encoder(tokenizer)(document(text)).ids.tolist()
     assert found == [*whole, tokenizer.eos_token_id] if text else found == []
+
+
+@settings(deadline=None, max_examples=200)
+@given(text=st.text(st.characters(codec="utf-8"), max_size=60))
+def test_no_text_has_more_tokens_than_its_bytes_allow(tokenizer, text):
+    encoder = Encoder(tokenizer)
+    assert len(encoder(document(text))) <= encoder._most_tokens(text)
+
+
+def test_what_cannot_be_too_long_is_not_tokenised(tokenizer, monkeypatch):
+    encoder = Encoder(tokenizer)
+    monkeypatch.setattr(Encoder, "__call__", lambda *_: pytest.fail("tokenised"))
+    encoder.examine(document("x" * 62), longest=64)
+    encoder.examine(document("x" * 1000))
+
+
+def test_a_normalizer_may_make_more_tokens_than_bytes(tokenizer):
+    longer = copy.deepcopy(tokenizer)
+    longer.backend_tokenizer.normalizer = normalizers.Replace("x", "x " * 40)
+    encoder = Encoder(longer)
+    encoder.examine(document("x"), longest=1000)
+    with pytest.raises(UsageError, match=r"tokens, more than `data.context` \(30\)"):
+        encoder.examine(document("x"), longest=30)
 
 
 def test_a_long_text_is_tokenised_in_parts(tokenizer):

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from forks import run_in_child
 from planish.plan.estimate import estimate
 from planish.price.store import PRESETS
 from planish.price.table import LayerTable
@@ -60,6 +61,26 @@ MORE = {
     "one layer": ("llama", [FP32], {"num_hidden_layers": 1}),
     "two layers": ("cohere", [BF16], {"num_hidden_layers": 2}),
 }
+DP2 = ("mesh.dp", 2)
+RANKS = {
+    "shards": ("llama", [FP32, DP2], DEEP),
+    "copies": ("llama", [BF16, ("mesh.replicate", 2)], DEEP),
+}
+MORE_RANKS = {
+    "uneven shards, experts, accumulation": (
+        "qwen3-moe",
+        [BF16, ("mesh.dp", 3), ("train.global_tokens", 3 * 3 * 64), ("train.grad_accum", 3)],
+        MIXED | {"num_hidden_layers": 6},
+    ),
+    "shards, experts pipelined, kept": ("qwen3-moe", [FP32, PIPELINED, KEPT, DP2], DEEP),
+    "copies of shards, plain head": ("gemma2", [PURE, PLAIN_HEAD, DP2, ("mesh.replicate", 2)], DEEP),
+    "shards of two layers": ("cohere", [BF16, DP2], {"num_hidden_layers": 2}),
+    "copies, accumulation": (
+        "qwen3",
+        [BF16, KEPT, ("mesh.replicate", 2), ("train.global_tokens", 6 * 64), ("train.grad_accum", 3)],
+        DEEP,
+    ),
+}
 SCALARS = 16
 
 
@@ -93,6 +114,29 @@ def assert_equal(run):
 def test_the_price_is_the_dry_run(run_of, case):
     family, settings, config = (CASES | MORE)[case]
     assert_equal(run_of(family, *settings, **config))
+
+
+@pytest.mark.parametrize("case", [*RANKS, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE_RANKS)])
+def test_the_price_of_a_rank_is_its_dry_run(run_of, case):
+    """While shards are dealt out the price is a bound; norms of shards are a few scalars each."""
+    family, settings, config = (RANKS | MORE_RANKS)[case]
+    run = run_of(family, *settings, **config)
+    shape = replace(batch_shape(run), num_valid=run.tokens_per_microbatch, split=False)
+
+    def both():
+        table = table_of(run, silent)
+        dry = dry_run(run, batches=[full_batch(shape) for _ in range(run.train.grad_accum + 1)])
+        return estimate(table, shape, run.plan, master=keeps_master(run)), dry.phases, table
+
+    price, dry, table = run_in_child(both)
+    for phase, peak in dry.items():
+        more = price.phases[phase].peak_bytes - peak.peak_bytes
+        assert sum(price.phases[phase].categories.values()) == price.phases[phase].peak_bytes
+        if phase == "init":
+            assert more >= 0 or not run.mesh.sharded
+        else:
+            norms = 2 * sum(each.itemsize * each.count for each in table.tensors) if phase == "optimizer" else 0
+            assert 0 <= more <= SCALARS + norms, phase
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`torchrun` as a user types it: a killed rank is named by the others, and a restarted job goes on bit for bit."""
 
+import contextlib
 import json
 import os
 import re
@@ -48,18 +49,21 @@ def lines(folder):
 
 
 def kill_one(folder, step):
-    """Kill a rank that is not the first, once `step` is written; return its process."""
+    """Kill the rank that began last, once `step` is written."""
     while not any(line["step"] >= step for line in lines(folder)):
         time.sleep(0.05)
-    table = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    found = [int(line.split()[0]) for line in table.splitlines() if str(folder) in line and "planish train" in line]
-    workers = sorted(pid for pid in found if "torch.distributed.run" not in _command(pid))
-    os.kill(workers[-1], signal.SIGKILL)
-    return workers[-1]
+    os.kill(max(workers_of(folder)), signal.SIGKILL)
 
 
-def _command(pid):
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+def workers_of(folder):
+    """Return the processes that train in `folder`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes().decode().split("\0")
+            if str(folder) in words and "torch.distributed.run" not in words:
+                found.append(int(process.name))
+    return found
 
 
 def test_the_ranks_that_are_left_stop_and_name_the_one_that_is_lost(words, tmp_path):

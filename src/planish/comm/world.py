@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,10 +108,14 @@ class World:
         except PlanishError as error:
             self._publish(type(error).__name__, str(error))
             raise
-        except Exception as error:
-            if _is_of_the_group(error):
-                raise self._diagnose(error) from error
-            self._publish("", f"{type(error).__name__}: {error}")
+        except (Exception, KeyboardInterrupt) as error:
+            # `torchrun` asks the ranks that are left to end, maybe before they have said why.
+            cause = error.__context__ if isinstance(error, KeyboardInterrupt) else error
+            if cause is not None and _is_of_the_group(cause):
+                _ignore_sigterm()
+                raise self._diagnose(cause) from cause
+            if isinstance(error, Exception):
+                self._publish("", f"{type(error).__name__}: {error}")
             raise
 
     def _reduce(self, number: int, op: Any) -> int:
@@ -126,7 +132,7 @@ class World:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"planish/failed/{self.rank}", json.dumps([kind, sentence]))
 
-    def _diagnose(self, error: Exception) -> PlanishError:
+    def _diagnose(self, error: BaseException) -> PlanishError:
         """Return why a collective failed: what another rank said, or which rank says nothing."""
         store = dist.distributed_c10d._get_default_store()
         store.set(f"planish/here/{self.rank}", "")
@@ -184,8 +190,11 @@ def join(mesh: MeshSection, *, device_type: str) -> Iterator[World]:
     try:
         backend = "nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=mesh.timeout_s))
-    except dist.DistError as error:
-        raise WorldFailed(f"the {mesh.size} ranks did not meet within {mesh.timeout_s:g} s: {error}") from error
+    except RuntimeError as error:
+        if not _is_of_the_group(error):
+            raise
+        said = str(error).splitlines()[0]
+        raise WorldFailed(f"the {mesh.size} ranks did not meet within {mesh.timeout_s:g} s: {said}") from error
     try:
         yield _world(mesh, device_type, rank=dist.get_rank())
     finally:
@@ -231,6 +240,11 @@ def _vocab_axes(mesh: MeshSection, device_type: str) -> DeviceMesh | None:
     return init_device_mesh(device_type, (mesh.size // mesh.vp, mesh.vp), mesh_dim_names=("copies", "vp"))
 
 
-def _is_of_the_group(error: Exception) -> bool:
+def _ignore_sigterm() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _is_of_the_group(error: BaseException) -> bool:
     """Return whether a collective raised `error`; gloo says so in the text alone."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from planish.data.batch import Piece
 from planish.data.corpus import Corpus, Place
-from planish.data.encode import Encoder
+from planish.data.encode import Encoder, refuse_longer
 from planish.errors import UsageError
 
 
@@ -163,11 +163,8 @@ class Cursor:
             found = start != Place()
             for place, document in corpus.epoch((self._seed, epoch, index), start):
                 piece = self._encode(document)
-                if self._longest is not None and len(piece) > self._longest:
-                    raise UsageError(
-                        f"{document.where} has {len(piece)} tokens, more than `data.context` ({self._longest}); "
-                        'raise it, or set `data.long_documents = "split"`.'
-                    )
+                if self._longest is not None:
+                    refuse_longer(document, len(piece), self._longest)
                 if len(piece):
                     found = True
                     yield epoch, place, piece

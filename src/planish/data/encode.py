@@ -1,7 +1,9 @@
 """Documents in, tokens with their targets out: the one place that calls the tokenizer."""
 
 import re
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -24,6 +26,7 @@ class Tokenizer(Protocol):
     """What is used of a transformers tokenizer."""
 
     is_fast: bool
+    backend_tokenizer: Any
     bos_token_id: int | None
     eos_token_id: int | None
     pad_token_id: int | None
@@ -111,6 +114,21 @@ class Encoder:
                 f"{self.vocab_size}; tokenise with this tokenizer, or say the dtype in {document.file.path.name}.json."
             )
 
+    def examine(self, document: Document, *, longest: int | None = None) -> None:
+        """Refuse all that `__call__` would, and a document of more than `longest` tokens.
+
+        Conversations are written out by the chat template; only what may be too long is tokenised.
+
+        Raises:
+            UsageError: It is named with its file and line or byte.
+        """
+        self.check(document)
+        content = document.content
+        if isinstance(content, list):
+            content = self._written(content, document)
+        if longest is not None and self._most_tokens(content) > longest:
+            refuse_longer(document, len(self(document)), longest)
+
     def __call__(self, document: Document) -> Piece:
         """Return the whole document as one piece.
 
@@ -150,7 +168,7 @@ class Encoder:
             start = stop
 
     def _chat(self, messages: list[Message], document: Document) -> Piece:
-        try:
+        with _template_errors(document):
             encoding = self._tokenizer.apply_chat_template(
                 messages,
                 tokenize=True,
@@ -158,12 +176,26 @@ class Encoder:
                 return_assistant_tokens_mask=self._assistant,
                 tokenizer_kwargs=self._options,
             )
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False) if self._count_bytes else ""
-        except TemplateError as error:
-            raise UsageError(f"{document.where}: the chat template refuses these messages: {error}.") from error
+        text = self._written(messages, document) if self._count_bytes else ""
         counted = np.array(encoding["assistant_masks"], dtype=bool) if self._assistant else None
         ends = _byte_ends(text, encoding["offset_mapping"]) if self._count_bytes else None
         return _piece(np.array(encoding["input_ids"], dtype=np.int32), counted, ends)
+
+    def _written(self, messages: list[Message], document: Document) -> str:
+        """Return a conversation as the chat template writes it."""
+        with _template_errors(document):
+            return self._tokenizer.apply_chat_template(messages, tokenize=False)
+
+    def _most_tokens(self, content: str | np.ndarray) -> int:
+        """Return at least as many as the tokens of `content`: no token has less than a byte, as long as none is added.
+
+        A normalizer may make many bytes of one.
+        """
+        if isinstance(content, np.ndarray):
+            return len(content)
+        if not self._tokenizer.is_fast or self._tokenizer.backend_tokenizer.normalizer is not None:
+            return sys.maxsize
+        return len(self._opening) + len(content.encode()) + len(" ") + 1
 
     def _template(self, document: Document | None = None) -> str:
         try:
@@ -177,6 +209,23 @@ class Encoder:
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def refuse_longer(document: Document, num_tokens: int, longest: int) -> None:
+    """Refuse a document whose tokens are more than `longest`."""
+    if num_tokens > longest:
+        raise UsageError(
+            f"{document.where} has {num_tokens} tokens, more than `data.context` ({longest}); "
+            'raise it, or set `data.long_documents = "split"`.'
+        )
+
+
+@contextmanager
+def _template_errors(document: Document) -> Iterator[None]:
+    try:
+        yield
+    except TemplateError as error:
+        raise UsageError(f"{document.where}: the chat template refuses these messages: {error}.") from error
 
 
 def _byte_ends(text: str, offsets: list[tuple[int, int]]) -> np.ndarray:

@@ -111,10 +111,13 @@ def open_feed(  # noqa: PLR0913 - keyword-only options of a public function
     return Feed(cursor, context=context, rows=rows, pack=pack, pad_id=encode.pad_id)
 
 
-def check_readable(sources: Sequence[str], *, tokenizer: Tokenizer, loss_on: LossOn = "all") -> None:
+def check_readable(
+    sources: Sequence[str], *, tokenizer: Tokenizer, loss_on: LossOn = "all", longest: int | None = None
+) -> None:
     """Read every document of `sources` once, so that one that cannot be used is found now and not when its turn comes.
 
-    What only its tokens can tell is left: the length of a document, and what a chat template refuses.
+    Conversations are written out by the chat template. Where `longest` is given, documents that may have more tokens
+    are tokenised, which are those of more bytes.
 
     Memory: one group of documents.
 
@@ -124,7 +127,7 @@ def check_readable(sources: Sequence[str], *, tokenizer: Tokenizer, loss_on: Los
     encode = Encoder(tokenizer, loss_on=loss_on)
     for corpus in open_corpora(tuple(dict.fromkeys(sources)), encode):
         for _, document in corpus.epoch(None, Place()):
-            encode.check(document)
+            encode.examine(document, longest=longest)
 
 
 def eval_batches(

@@ -82,10 +82,20 @@ def batch_bytes(tokens: int) -> int:
     return tokens * _BATCH_TOKEN_BYTES
 
 
-def update_bytes(tensors: Sequence[TensorShape], optim: Optim, *, master: bool, microbatches: int) -> int:
-    """Return the most that an optimizer step adds: every gradient's norm, one gradient in fp32, or APOLLO's buffers."""
+def deal_bytes(tensors: Sequence[TensorShape], num_shards: int) -> int:
+    """Return the most that the first rank holds beside its shards while it deals them out: all, and one once more."""
+    return num_shards * (parameter_bytes(tensors) + max(each.numel * each.itemsize for each in tensors))
+
+
+def update_bytes(
+    tensors: Sequence[TensorShape], optim: Optim, *, master: bool, microbatches: int, num_shards: int = 1
+) -> int:
+    """Return the most that an optimizer step adds: every gradient's norm, one gradient in fp32, or APOLLO's buffers.
+
+    The norms of shards are there three times, while DTensor brings them together.
+    """
     tally = Tally()
-    norms = sum(each.count * each.itemsize for each in tensors)
+    norms = sum(each.count * each.itemsize for each in tensors) * (3 if num_shards > 1 else 1)
     scalar = max(each.itemsize for each in tensors)
     tally.hold(norms=norms, stacked=norms, total=scalar)
     tally.drop("norms", "stacked")

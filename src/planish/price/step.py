@@ -16,6 +16,7 @@ Sizes = dict[Holder, int]
 _ATTENTION = Holder("layer working set", "attention")
 _EXPERTS = Holder("layer working set", "experts")
 _HEAD = Holder("head tiles", "the head")
+_BUCKETS = Holder("gradients", "buckets")
 
 # What a disk keeps in memory: two slots to copy through, and room to align them.
 _RING_BYTES = 2 * 2**20 + 4096
@@ -67,6 +68,8 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
         placed = state.placement(tensors, plan.optim, master=master)
         ring = _RING_BYTES if placed.disk_bytes else 0
         base[Holder("staging", "streamed state")] = placed.staging_bytes + ring
+    if table.buckets:
+        base[_BUCKETS] = state.parameter_bytes(tensors)
     walk = _Walk(
         table=table,
         batch=batch,
@@ -76,13 +79,21 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
         boundary=_boundary(table),
         live=base,
     )
+    if table.num_shards > 1:
+        yield _dealing(table, base)
     walk.add({Holder("other", "batch"): batch.microbatches * state.batch_bytes(batch.tokens)})
     yield walk.moment("init", None, "taking the batch")
     yield from walk.through(table.first)
     if batch.microbatches > 1:
         walk.skip(table.later, batch.microbatches - 2)
         yield from walk.through(table.later)
-    update = state.update_bytes(tensors, plan.optim, master=master, microbatches=batch.microbatches)
+    update = state.update_bytes(
+        tensors, plan.optim, master=master, microbatches=batch.microbatches, num_shards=table.num_shards
+    )
+    if table.buckets:  # gradients are views of them by now
+        walk.live = {
+            holder: size for holder, size in walk.live.items() if holder.category != "gradients" or holder == _BUCKETS
+        }
     yield walk.moment("optimizer", None, "updating the parameters", {Holder("staging", "gradients"): update})
     walk.live = base
     yield from walk.through(table.evaluation)
@@ -90,6 +101,13 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
     yield walk.moment("save", None, "writing weights", {Holder("staging", "converted weights"): table.save_bytes})
     read = state.resume_bytes(tensors, master=master)
     yield walk.moment("resume", None, "reading tensors", {Holder("staging", "checkpoint"): read})
+
+
+def _dealing(table: LayerTable, base: Sizes) -> Moment:
+    """Return the first rank's moment of dealing out the weights, which it alone has loaded."""
+    shards = {holder: size for holder, size in base.items() if holder.category == "parameters"}
+    loaded = {Holder("other", "the whole model"): state.deal_bytes(table.tensors, table.num_shards)}
+    return Moment(phase="init", layer=None, doing="dealing out the weights", sizes=shards | loaded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

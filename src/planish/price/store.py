@@ -72,12 +72,18 @@ def cached(folder: Path, facts: Mapping[str, Any]) -> TableFile:
     return TableFile(path=folder / "tables" / f"{digest[:16]}.json")
 
 
-def table_name(plan: Plan, *, dtype: str, rows: int) -> str:
-    """Return what the table for a plan, a dtype and (with plain attention) a number of rows is called."""
+def table_name(plan: Plan, *, dtype: str, rows: int, num_shards: int = 1, copied: bool = False) -> str:
+    """Return what the table for a plan, a dtype, shards, copies and (with plain attention) rows is called."""
     boundary = Checkpoint() if isinstance(plan.boundary, Offload) else plan.boundary
     methods = (plan.attention, plan.dispatch, boundary)
     words = [dtype.removesuffix("-pure"), *(method_name(type(each)) for each in methods)]
-    return " ".join([*words, f"{rows} rows"] if isinstance(plan.attention, Plain) else words)
+    if isinstance(plan.attention, Plain):
+        words.append(f"{rows} rows")
+    if num_shards > 1:
+        words.append(f"{num_shards} shards")
+    if copied:
+        words.append("copied")
+    return " ".join(words)
 
 
 def _libraries() -> dict[str, Any]:

@@ -107,7 +107,7 @@ class LayerTable:
     """What one model holds with one choice of attention, dispatch, boundary and dtype.
 
     Attributes:
-        tensors: Every parameter, shared ones once.
+        tensors: Every parameter, shared ones once; of one that ranks share, the first rank's part.
         buffers_bytes: What is alive beside parameters and optimizer state before the first step.
         save_bytes: The most that a checkpoint adds for one layer's converted weights.
         head: The vocabulary projection.
@@ -117,6 +117,8 @@ class LayerTable:
         first: The first microbatch of a step, which makes the gradients.
         later: Each further one, which adds to them.
         evaluation: One without gradients.
+        num_shards: Ranks that share each parameter.
+        buckets: Whether gradients are, or go into, views of buckets that live from the start to the end.
     """
 
     tensors: tuple[TensorShape, ...]
@@ -129,6 +131,8 @@ class LayerTable:
     first: Pass
     later: Pass
     evaluation: Pass
+    num_shards: int = 1
+    buckets: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as plain data that `from_dict` reads back; legs that are alike are written once."""
@@ -159,6 +163,7 @@ class LayerTable:
                 if any(self.experts)
                 else {}
             ),
+            **({"num_shards": self.num_shards} if self.num_shards > 1 else {}),
             "legs": rows,
             **passes,
         }
@@ -191,6 +196,7 @@ class LayerTable:
             first=read("first"),
             later=read("later"),
             evaluation=read("evaluation"),
+            num_shards=tree.get("num_shards", 1),
         )
 
 

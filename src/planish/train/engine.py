@@ -79,9 +79,9 @@ class Engine:
         """
         if self.spread is None:
             return self.local_loss(batch)
-        training = self.anatomy.model.training
-        with self.ledger.phase("forward") if training else nullcontext():  # gathers what lies beside the layers
-            return self.spread(batch, last=last)
+        with self.ledger.phase("forward") if self.anatomy.model.training else nullcontext():
+            self.spread.gather()
+        return self.spread(batch, last=last)
 
     def label_buckets(self) -> None:
         """Count what replicas exchange their gradients in as gradients, which are views of it by now."""

@@ -18,6 +18,7 @@ from planish.models.int8 import loads_on_host, settle
 from planish.models.load import load_model, load_tokenizer, run_device, sketch_model
 from planish.peaks.optim.stream_adamw import StreamAdamW
 from planish.runfile import RunFile
+from planish.sections import DataSection
 from planish.train.engine import Engine, build_engine
 from planish.train.facts import MeasuredFacts
 from planish.train.optimizer import Optimizer, build_optimizer
@@ -85,7 +86,8 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack, world: World = ALONE) 
     """Return the job that `run` describes; everything that lives through training is allocated here.
 
     All data is read once before, so that a bad file costs a launch and not a run: a gigabyte takes one core about 2 s
-    as text, 6 s as JSON lines, 20 s as ids in short documents.
+    as text, 6 s as JSON lines, 20 s as ids in short documents. Conversations are written out by their template too, and
+    with `data.long_documents = "refuse"` what may be too long is tokenised.
 
     Args:
         run: Every setting.
@@ -101,7 +103,7 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack, world: World = ALONE) 
     rows = run.rows_per_microbatch
     feed = RankFeed(open_run_feed(run, tokenizer, rows=rows * world.size), rank=world.rank, rows=rows)
     if world.leads:
-        check_readable((*run.data.train, *run.data.eval), tokenizer=tokenizer, loss_on=run.data.loss_on)
+        _check_data(run.data, tokenizer)
 
     def held_out() -> Iterable[Batch]:
         batches = eval_batches(
@@ -134,6 +136,12 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack, world: World = ALONE) 
         feed=feed,
         eval_batches=held_out,
     )
+
+
+def _check_data(data: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
+    longest = data.context if data.long_documents == "refuse" else None
+    check_readable(data.train, tokenizer=tokenizer, loss_on=data.loss_on, longest=longest)
+    check_readable(data.eval, tokenizer=tokenizer, loss_on=data.loss_on)
 
 
 def open_run_feed(run: RunFile, tokenizer: PreTrainedTokenizerBase, *, rows: int) -> Feed:

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -16,20 +16,25 @@ from planish.methods import Plain, Plan
 from planish.models.anatomy import Anatomy, find
 from planish.models.load import draw_model, text_config
 from planish.price.table import Holder, LayerTable, Leg, Legs, Line, Lines, Pass
-from planish.sections import ModelSection
-from planish.shapes import BatchShape, HeadShape, TensorShape
+from planish.sections import MeshSection, ModelSection
+from planish.shapes import BatchShape, HeadShape, TensorShape, shard_of
 from planish.train.layer_trace import Note, Place, Trace, trace
 
 # (rows, context) that fix a line's coefficients, and one far out that checks them.
 _FIT, _CHECK = ((1, 40), (1, 56), (1, 72), (2, 40)), (3, 1032)
+
+KindsOf = Callable[[Sequence[Any]], tuple[Any, ...]]
+"""Layers' signatures in, what tells their legs apart out."""
 
 
 class NotLinear(ValueError):
     """The model's tensors are no lines in the batch's size, or other operations run at other sizes."""
 
 
-def fit_table(config: PretrainedConfig, section: ModelSection, plan: Plan, *, rows: int) -> LayerTable:
-    """Return the table of the model that `config` describes, in the run's dtype, under `plan`.
+def fit_table(
+    config: PretrainedConfig, section: ModelSection, plan: Plan, *, rows: int, mesh: MeshSection | None = None
+) -> LayerTable:
+    """Return the table of the model that `config` describes, in the run's dtype, under `plan`; of a rank's part of it.
 
     With plain attention it holds for batches of `rows` rows alone: several rows take other operations than one.
 
@@ -46,26 +51,29 @@ def fit_table(config: PretrainedConfig, section: ModelSection, plan: Plan, *, ro
     batches = [BatchShape(rows=each, context=context) for each, context in (*fit, check)]
     with torch.device("meta"):
         whole = draw_model(config, section)
+    mesh = MeshSection() if mesh is None else mesh
     signatures = _signatures(whole)
-    num_traced = _shortest_prefix(signatures)
+    kinds_of = _with_neighbours if mesh.sharded else tuple
+    num_traced = _shortest_prefix(signatures, kinds_of)
     short = _shorten(config, len(signatures), num_traced)
-    traces = [trace(short, section, plan, batch) for batch in batches]
+    traces = [trace(short, section, plan, batch, mesh) for batch in batches]
     lines = _fit_lines(traces, batches, len(fit))
     first, later, evaluation = (
         _cut(traces[0], lines, phase, number, num_traced)
-        for phase, number in (("forward", 0), ("forward", 1), ("eval", 0))
+        for phase, number in (("forward", 0), ("forward", traces[0].microbatches - 1), ("eval", 0))
     )
     return LayerTable(
-        tensors=_merge(whole.named_parameters()),
+        tensors=_merge(whole.named_parameters(), num_shards=mesh.dp or 1),
         buffers_bytes=sum(each.nbytes for each in whole.buffers()),
         save_bytes=traces[0].save_bytes,
         head=_head_shape(find(whole)),
-        layers=_kinds(signatures, num_traced),
+        layers=_kinds(signatures, num_traced, kinds_of),
         attention=tuple(traces[0].attention.get(index) for index in range(num_traced)),
         experts=tuple(traces[0].experts.get(index) for index in range(num_traced)),
         first=first,
         later=later,
         evaluation=evaluation,
+        num_shards=mesh.dp or 1,
     )
 
 
@@ -81,11 +89,12 @@ def _head_shape(anatomy: Anatomy) -> HeadShape:
     )
 
 
-def _merge(named: Iterable[tuple[str, Tensor]]) -> tuple[TensorShape, ...]:
-    """Return parameters as shapes, those that differ in their layer's number alone counted together."""
+def _merge(named: Iterable[tuple[str, Tensor]], *, num_shards: int) -> tuple[TensorShape, ...]:
+    """Return (the first shards of) parameters as shapes, those that differ in their layer's number counted together."""
     counts: dict[TensorShape, int] = {}
     for name, tensor in named:
-        shape = TensorShape(name=_any_layer(name), shape=tuple(tensor.shape), count=0, itemsize=tensor.element_size())
+        sizes = shard_of(tuple(tensor.shape), num_shards)
+        shape = TensorShape(name=_any_layer(name), shape=sizes, count=0, itemsize=tensor.element_size())
         counts[shape] = counts.get(shape, 0) + 1
     return tuple(replace(shape, count=count) for shape, count in counts.items())
 
@@ -104,20 +113,32 @@ def _signatures(model: PreTrainedModel) -> list[Any]:
     return found
 
 
-def _shortest_prefix(signatures: Sequence[Any]) -> int:
-    """Return how many of the first layers hold every kind of inner layer, and end like all of them do."""
+def _with_neighbours(signatures: Sequence[Any]) -> tuple[Any, ...]:
+    """Return each layer's kind where its bytes are not its own alone.
+
+    Weights are gathered for the next layer while one is at work, and in backward the gradients of the last two layers
+    are still being exchanged.
+    """
+    around = [None, *signatures, None, None]
+    return tuple(zip(around, around[1:], around[2:], around[3:], strict=False))
+
+
+def _shortest_prefix(signatures: Sequence[Any], kinds_of: KindsOf) -> int:
+    """Return how many of the first layers hold every kind of inner layer, and begin and end like all of them do."""
+    whole = kinds_of(signatures)
     for length in range(min(3, len(signatures)), len(signatures)):
-        inner = set(signatures[1 : length - 1])
-        if signatures[length - 1] == signatures[-1] and inner == set(signatures[1:-1]):
+        first, *inner, last = kinds_of(signatures[:length])
+        if first == whole[0] and last == whole[-1] and set(inner) == set(whole[1:-1]):
             return length
     return len(signatures)
 
 
-def _kinds(signatures: Sequence[Any], num_traced: int) -> tuple[int, ...]:
+def _kinds(signatures: Sequence[Any], num_traced: int, kinds_of: KindsOf) -> tuple[int, ...]:
     """Return for each layer the traced layer that stands for it."""
     if num_traced == len(signatures):
         return tuple(range(num_traced))
-    inner = [signatures.index(each, 1) for each in signatures[1:-1]]
+    traced, whole = kinds_of(signatures[:num_traced]), kinds_of(signatures)
+    inner = [traced.index(each, 1) for each in whole[1:-1]]
     return (0, *inner, num_traced - 1)
 
 
@@ -166,7 +187,12 @@ def _solve(rows: list[list[int]], values: Sequence[int]) -> list[Fraction]:
 
 def _cut(found: Trace, lines: Sequence[Line], phase: str, number: int, num_layers: int) -> Pass:
     """Return the pass that begins when `phase` does for the `number`-th time, and ends before the next one."""
-    begins = [index for index, note in enumerate(found.notes) if note.what in ("forward", "optimizer", "eval", "save")]
+    phases = [(index, note.what) for index, note in enumerate(found.notes) if note.begins == "phase" and note.what]
+    begins = [
+        index
+        for (_, before), (index, what) in pairwise([(0, ""), *phases])
+        if what in ("forward", "optimizer", "eval", "save") and what != before
+    ]
     start = [index for index in begins if found.notes[index].what == phase][number]
     stop = min(index for index in begins if index > start)
     legs: dict[Place, list[Leg]] = {}

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from planish.comm.world import assume
 from planish.data.batch import Batch
 from planish.memory.book import Book, Category, Phase, Record
 from planish.memory.ledger import Ledger
@@ -25,7 +26,7 @@ from planish.models.load import draw_model
 from planish.peaks.dispatch.pipelined import sizes_of
 from planish.price.dispatch import Experts
 from planish.runfile import RunFile
-from planish.sections import DataSection, ModelSection, TrainSection
+from planish.sections import DataSection, MeshSection, ModelSection, TrainSection
 from planish.shapes import AttentionShape, BatchShape
 from planish.train.dry_run import Replay
 from planish.train.engine import Engine, build_engine
@@ -56,22 +57,33 @@ class Journal(Book):
 
     def __init__(self) -> None:
         super().__init__()
-        self.records: list[Record] = []
+        self._made: list[Record] = []
+        self._began = 0
         self.notes: list[Note] = []
+
+    @property
+    def records(self) -> list[Record]:
+        """What was born or died since the beginning."""
+        return [each for each in self._made if each.born > self._began or self._began < each.died <= self._clock]
 
     def note(self, begins: Literal["phase", "place", "marker"], what: str | Place) -> None:
         """Write down that something begins now."""
         self.notes.append(Note(clock=self._clock, begins=begins, what=what))
 
+    def begin_anew(self) -> None:
+        """Forget what was, and of what is alive all but what will die."""
+        self.notes.clear()
+        self._began = self._clock
+
     def events(self) -> list[tuple[int, bool, int]]:
-        """Return (clock, whether it is a birth, number of the record) of every birth and death so far, in order."""
+        """Return (clock, whether it is a birth, number of the record) of every birth and death, in order."""
         births = [(record.born, True, index) for index, record in enumerate(self.records)]
-        dead = [(index, record) for index, record in enumerate(self.records) if record.died <= self._clock]
-        return sorted([*births, *((record.died, False, index) for index, record in dead)])
+        deaths = [(record.died, False, index) for index, record in enumerate(self.records)]
+        return sorted(event for event in (*births, *deaths) if self._began < event[0] <= self._clock)
 
     def _open(self, nbytes: int, category: Category, owner: str, shape: torch.Size, dtype: torch.dtype) -> Record:
         record = super()._open(nbytes, category, owner, shape, dtype)
-        self.records.append(record)
+        self._made.append(record)
         return record
 
 
@@ -102,6 +114,7 @@ class Trace:
         attention: What attention was given in each layer; none where it is transformers' own.
         experts: What experts were given in each layer; none where there are none or they are transformers' own.
         save_bytes: The most that publishing the weights of one layer adds.
+        microbatches: Passes of the step.
     """
 
     records: list[Record]
@@ -110,6 +123,7 @@ class Trace:
     attention: dict[int, AttentionShape]
     experts: dict[int, Experts]
     save_bytes: int
+    microbatches: int
 
 
 class AttentionStandIn(torch.autograd.Function):
@@ -177,18 +191,24 @@ class HeadStandIn(torch.autograd.Function):
         return *grads, None
 
 
-def trace(config: PretrainedConfig, section: ModelSection, plan: Plan, shape: BatchShape) -> Trace:
+def trace(config: PretrainedConfig, section: ModelSection, plan: Plan, shape: BatchShape, mesh: MeshSection) -> Trace:
     """Run a step of two microbatches of `shape`, an evaluation and a checkpoint's conversions on fakes.
+
+    Over shards it is the second of two steps: the first one also holds what sharding propagation makes. Copies take
+    one microbatch: after it DDP sorts its buckets anew, which needs data.
 
     Memory:        none for tensors but the token ids.
     """
+    microbatches = 1 if mesh.size > 1 and not mesh.sharded else 2
     run = RunFile(
         model=section,
         data=DataSection(train=("none",), context=shape.context),
-        train=TrainSection(steps=1, grad_accum=2, global_tokens=2 * shape.tokens),
+        train=TrainSection(steps=1, grad_accum=microbatches, global_tokens=microbatches * shape.tokens * mesh.size),
+        mesh=mesh,
         plan=plan,
     )
     with ExitStack() as scope:
+        world = scope.enter_context(assume(mesh, device_type="cpu"))
         mode = scope.enter_context(FakeTensorMode())
         ledger = scope.enter_context(JournalLedger())
         journal = ledger.journal
@@ -200,11 +220,14 @@ def trace(config: PretrainedConfig, section: ModelSection, plan: Plan, shape: Ba
             facts=AssumedFacts(),
             scope=scope,
             dry=True,
+            world=world,
         )
         _note_places(engine, journal)
         attention = _replace_attention(engine, journal) if engine.packed else {}
         experts = _replace_experts(engine, journal) if isinstance(plan.dispatch, Pipelined) else {}
         engine = replace(engine, head=_head(engine, journal))
+        if engine.spread is not None:
+            engine.spread.bind(engine.local_loss)
         feed = Replay([full_batch(shape), full_batch(shape), full_batch(shape)], mode)
         job = Job(
             run=run,
@@ -214,10 +237,16 @@ def trace(config: PretrainedConfig, section: ModelSection, plan: Plan, shape: Ba
             feed=feed,
             eval_batches=lambda: [feed.next()],
         )
+        if mesh.sharded:
+            once = replace(run.train, grad_accum=1, global_tokens=shape.tokens * mesh.size)
+            train_step(replace(job, run=replace(run, train=once)), 1)
+            journal.begin_anew()
         train_step(job, 1)
         evaluate(engine, job.eval_batches())
+        save_bytes = _save(engine)
         return Trace(
-            save_bytes=_save(engine),
+            save_bytes=save_bytes,
+            microbatches=microbatches,
             records=list(journal.records),
             events=journal.events(),
             notes=list(journal.notes),
@@ -325,7 +354,6 @@ def _replace_experts(engine: Engine, journal: Journal) -> dict[int, Experts]:
 
 def _save(engine: Engine) -> int:
     ledger = engine.ledger
-    before = ledger.live_bytes
     with ledger.phase("save"):
-        rehearse_write(engine.anatomy.model)
-    return ledger.peak_bytes["save"] - before
+        rehearse_write(engine.anatomy.model)  # what an evaluation has left gathered goes at once
+    return ledger.peak_bytes["save"] - ledger.live_bytes

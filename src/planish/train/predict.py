@@ -18,7 +18,7 @@ from planish.price.config import read_config
 from planish.price.store import TableFile, cached, preset, table_name
 from planish.price.table import Holder, LayerTable
 from planish.runfile import RunFile
-from planish.sections import ModelSection
+from planish.sections import MeshSection, ModelSection
 from planish.shapes import BatchShape
 
 Say = Callable[[str], None]
@@ -86,12 +86,33 @@ def read_table(run: RunFile) -> LayerTable | None:
         return None
     tree = config_tree(run.model)
     files = [] if tree is None else [*_shipped(run), _kept(run, tree)]
-    return next((table for table in (file.read(_name(run)) for file in files) if table is not None), None)
+    tables = (file.read(_name(run)) for file in files)
+    return next((replace(table, buckets=_copied(run)) for table in tables if table is not None), None)
 
 
 def _is_tabled(run: RunFile) -> bool:
-    """Return whether a table may answer for `run`; an adapter's frozen weights and shards are in none."""
-    return run.model.adapter is None and run.mesh.size == 1 and is_tabled(run.plan)
+    """Return whether a table may answer for `run`; an adapter's frozen weights are in none."""
+    return run.model.adapter is None and _is_tabled_mesh(run) and is_tabled(run.plan)
+
+
+def _is_tabled_mesh(run: RunFile) -> bool:
+    """Return whether tables say what one of the run's ranks holds: of shards and copies, and of nothing beside them."""
+    mesh = run.mesh
+    return mesh.size == 1 or (mesh.ep == mesh.vp == 1 and isinstance(run.plan.optim, AdamW))
+
+
+def _copied(run: RunFile) -> bool:
+    """Return whether ranks hold copies of everything, and exchange gradients in buckets."""
+    return run.mesh.size > 1 and not run.mesh.sharded
+
+
+def _traced_mesh(run: RunFile) -> MeshSection:
+    """Return the mesh that the run's table is of.
+
+    Copies are those of one rank, and buckets: in several microbatches gradients wait beside them, in a single one each
+    goes into its bucket as it comes.
+    """
+    return MeshSection() if _copied(run) and run.train.grad_accum > 1 else run.mesh
 
 
 def is_tabled(plan: Plan) -> bool:
@@ -118,7 +139,7 @@ def table_of(run: RunFile, say: Say) -> LayerTable | None:
     offloads = isinstance(run.plan.boundary, Offload)
     plan = replace(run.plan, optim=AdamW(), boundary=Checkpoint() if offloads else run.plan.boundary)
     try:
-        table = fit_table(config, run.model, plan, rows=run.rows_per_microbatch)
+        table = fit_table(config, run.model, plan, rows=run.rows_per_microbatch, mesh=_traced_mesh(run))
     except UsageError:
         raise
     except (ValueError, RuntimeError) as error:
@@ -128,7 +149,7 @@ def table_of(run: RunFile, say: Say) -> LayerTable | None:
         _kept(run, config_tree(run.model) or config.to_dict()).write({_name(run): table})
     except OSError as error:
         say(f"the table could not be kept in {cache_folder()}: {error.strerror}.")
-    return table
+    return replace(table, buckets=_copied(run))
 
 
 def config_tree(section: ModelSection) -> Mapping[str, Any] | None:
@@ -190,7 +211,14 @@ def by_dry_run(run: RunFile) -> Estimate:
 
 
 def _name(run: RunFile) -> str:
-    return table_name(run.plan, dtype=run.model.dtype, rows=run.rows_per_microbatch)
+    mesh = _traced_mesh(run)
+    return table_name(
+        run.plan,
+        dtype=run.model.dtype,
+        rows=run.rows_per_microbatch,
+        num_shards=mesh.dp or 1,
+        copied=mesh.replicate > 1,
+    )
 
 
 def _shipped(run: RunFile) -> list[TableFile]:

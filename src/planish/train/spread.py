@@ -16,6 +16,7 @@ from planish.data.batch import Batch
 from planish.errors import UsageError
 from planish.models.anatomy import Anatomy
 from planish.models.experts import find_experts
+from planish.shapes import shard_axis
 
 LocalLoss = Callable[[Batch], Tensor]
 
@@ -92,6 +93,11 @@ class Spread:
         """Compute the loss by `loss` from now on."""
         self._step.loss = loss
 
+    def gather(self) -> None:
+        """Bring together the weights that lie beside the layers, which the whole pass needs."""
+        if isinstance(self._module, FSDPModule):
+            self._module.unshard()
+
     def __call__(self, batch: Batch, *, last: bool) -> Tensor:
         """Return this rank's summed loss; gradients are exchanged by the backward pass of the `last` microbatch."""
         self._last = last
@@ -136,8 +142,7 @@ def _shard(step: StepModule, anatomy: Anatomy, world: World) -> None:
     mesh = world.mesh if world.mesh["replicate"].size() > 1 else world.mesh["dp"]
 
     def placement(param: nn.Parameter) -> Shard:
-        """Return the first axis that the ranks divide: few experts on many ranks would be padded."""
-        return Shard(next((dim for dim, size in enumerate(param.shape) if size % dp == 0), 0))
+        return Shard(shard_axis(tuple(param.shape), dp))
 
     full = dict(anatomy.model.named_parameters()) if world.leads else {}
     whole = {name: param.detach() for name, param in full.items()}
