@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,42 +153,41 @@ def on_disk(dtype: str, options: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def throttled(slots: int, bytes_per_s: float | None, options: argparse.Namespace) -> tuple[StreamAdamW, list[Tensor]]:
-    """Return an optimizer whose state lies behind a link of that speed, a thread each way."""
-    params = draw(torch.float32)
-    optimizer = StreamAdamW(params, engine="device", chunk_bytes=options.chunk_bytes, slots=slots)
+def throttled(slots: int, options: argparse.Namespace) -> StreamAdamW:
+    """Return an optimizer each of whose lanes takes `lane_s` for a chunk: real work, and sleep for the rest."""
+    optimizer = StreamAdamW(draw(torch.float32), engine="device", chunk_bytes=options.chunk_bytes, slots=slots)
     (tier,) = optimizer.tiers
-    if bytes_per_s is not None:
-        tier.medium = Throttled(tier.medium, bytes_per_s=bytes_per_s)
+    tier.medium = Throttled(tier.medium, bytes_per_s=options.chunk_bytes / options.lane_s)
     tier.inward, tier.outward = ThreadLane("slow-in"), ThreadLane("slow-out")
-    return optimizer, params
+    update = optimizer._work
+
+    def work(*args: Any, **named: Any) -> None:
+        started = time.perf_counter()
+        update(*args, **named)
+        time.sleep(max(0.0, options.lane_s - (time.perf_counter() - started)))
+
+    optimizer._work = work
+    return optimizer
 
 
 def equal_lanes(options: argparse.Namespace) -> dict[str, object]:
-    """Return how much faster three lanes are than one after another, where each takes as long as the update."""
-    probe, _ = throttled(options.slots, None, options)
-    chunks = len(probe.chunks)
-    probe.step()
-    before = probe.traffic["optim-update"].busy_s
-    probe.step()
-    work_s = options.work_s or (probe.traffic["optim-update"].busy_s - before) / chunks
-    del probe
+    """Return how much faster three lanes are than one after another, where all three take equally long."""
     variants = {}
     for name, slots in (("three lanes", options.slots), ("one after another", 1)):
-        optimizer, _ = throttled(slots, options.chunk_bytes / work_s, options)
+        optimizer = throttled(slots, options)
 
         def step(optimizer: StreamAdamW = optimizer) -> None:
             optimizer.step()
             optimizer.settle()
 
-        variants[name] = step
+        variants[name], chunks = step, len(optimizer.chunks)
     times = interleave(variants, options.rounds)
     wall = {name: each.summary()["wall_s"]["median"] for name, each in times.items()}
     ideal = 3 * chunks / (chunks + 2)
     return {
         "times": times,
         "chunks": chunks,
-        "lane_s_per_chunk": work_s,
+        "lane_s_per_chunk": options.lane_s,
         "speedup": round(wall["one after another"] / wall["three lanes"], 3),
         "speedup_by_formula": round(ideal, 3),
     }
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--chunk-bytes", type=int, default=16 * 2**20 // 12288 * 12288)
-    parser.add_argument("--work-s", type=float, help="seconds of a lane for each chunk; default: the update's own")
+    parser.add_argument("--lane-s", type=float, default=0.025)
     parser.add_argument("--folder", type=Path, default=Path())
     parser.add_argument("--deepspeed", action="store_true")
     parser.add_argument("--variant", choices=["host", "disk"])

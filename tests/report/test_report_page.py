@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from planish.errors import WorldFailed
-from planish.report.findings import far_finding, lane_rows
+from planish.report.findings import far_finding, lane_rows, optim_finding
 from planish.report.moment import phase_bands
 from planish.report.page import draw_page, write_page
 from planish.report.read import read_run
@@ -195,6 +195,28 @@ def test_far_memory_says_how_much_of_its_time_is_hidden_and_what_would_hide_more
 )
 def test_far_memory_proposes_nothing_where_nothing_would_help(builder, lanes, said):
     assert far_finding(read_run(builder.settings().lines("metrics.jsonl", *far_lines(1, lanes)).path)) == said
+
+
+OPTIM = {
+    "optim-disk-out": (2**30, 4.0, 0.5),
+    "optim-disk-in": (2**30, 5.0, 1.3),
+    "optim-update": (0, 1.0, 0.0),
+}
+
+
+def test_streamed_state_is_told_apart_from_boundaries(builder):
+    record = read_run(builder.settings().lines("metrics.jsonl", *far_lines(2, LANES | OPTIM)).path)
+    assert far_finding(record).startswith("Far memory carried 2.00 GiB a step, 72% of its time behind the layers")
+    assert optim_finding(record) == (
+        "Streamed optimizer state: 2.00 GiB a step, 80% of its time behind other work; `disk in` is the longest lane, "
+        "50% of all"
+    )
+    assert [name for name, _ in lane_rows(record)] == ["disk out", "disk in"]
+    assert lane_rows(record, of_optimizer=True)[1:] == [
+        ("disk in", "2.00 GiB in 10.0 s, waited for 2.6 s"),
+        ("update", "2.0 s"),
+    ]
+    assert "2.00 GiB in 10.0 s" in draw_page(record)
 
 
 def test_names_are_escaped(builder):

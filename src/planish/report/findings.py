@@ -64,8 +64,8 @@ def prediction_finding(record: RunRecord) -> str:
 
 
 def far_finding(record: RunRecord) -> str:
-    """Return how much of far memory's time nobody waited for, and what would hide more; "" where there is none."""
-    found = lanes(record)
+    """Return how much of the boundaries' time in far memory nobody waited for, and what would hide more; "": none."""
+    found = _lanes(record, of_optimizer=False)
     busy_s, waited_s = (sum(each[name] for each in found.values()) for name in ("busy_s", "waited_s"))
     moved = format_bytes(int(sum(each["bytes"] for each in found.values()) / max(1, record.steps_done)))
     if not found:
@@ -82,15 +82,42 @@ def far_finding(record: RunRecord) -> str:
     return f"{said}; with `plan.boundary.every` = {every * more} the link would keep up"
 
 
-def lane_rows(record: RunRecord) -> list[tuple[str, str]]:
-    """Return (lane, what it did) for each lane of far memory."""
-    return [
-        (
-            name.replace("-", " "),
-            f"{format_bytes(int(each['bytes']))} in {each['busy_s']:.1f} s, waited for {each['waited_s']:.1f} s",
-        )
-        for name, each in lanes(record).items()
-    ]
+def optim_finding(record: RunRecord) -> str:
+    """Return what streaming the optimizer's state took, lane by lane, and how much of it nobody waited for; "": none."""
+    found = _lanes(record, of_optimizer=True)
+    moving = [each for each in found.values() if each["bytes"]]
+    if not moving:
+        return ""
+    steps = max(1, record.steps_done)
+    busy_s, waited_s = (sum(each[name] for each in moving) for name in ("busy_s", "waited_s"))
+    said = f"Streamed optimizer state: {format_bytes(int(sum(each['bytes'] for each in moving) / steps))} a step"
+    if not busy_s:
+        return said
+    together_s = sum(each["busy_s"] for each in found.values())
+    longest = max(found, key=lambda name: found[name]["busy_s"])
+    return (
+        f"{said}, {max(0.0, 1 - waited_s / busy_s):.0%} of its time behind other work; "
+        f"`{_lane_name(longest)}` is the longest lane, {found[longest]['busy_s'] / together_s:.0%} of all"
+    )
+
+
+def lane_rows(record: RunRecord, *, of_optimizer: bool = False) -> list[tuple[str, str]]:
+    """Return (lane, what it did) for each lane of far memory: the boundaries', or the optimizer's."""
+    return [(_lane_name(name), _lane(each)) for name, each in _lanes(record, of_optimizer=of_optimizer).items()]
+
+
+def _lane(each: Mapping[str, float]) -> str:
+    moved = f"{format_bytes(int(each['bytes']))} in " if each["bytes"] else ""
+    waited = f", waited for {each['waited_s']:.1f} s" if each["bytes"] else ""
+    return f"{moved}{each['busy_s']:.1f} s{waited}"
+
+
+def _lane_name(name: str) -> str:
+    return name.removeprefix("optim-").replace("-", " ")
+
+
+def _lanes(record: RunRecord, *, of_optimizer: bool) -> dict[str, dict[str, float]]:
+    return {name: each for name, each in lanes(record).items() if name.startswith("optim-") == of_optimizer}
 
 
 def lanes(record: RunRecord) -> dict[str, dict[str, float]]:

@@ -59,6 +59,7 @@ def _header(record: RunRecord) -> Iterator[Markup]:
     yield tiles(findings.main_numbers(record))
     lists = [("Settings", findings.main_settings(record)), ("Plan: a method for each peak", findings.plan_rows(record))]
     lists.append((findings.far_finding(record), findings.lane_rows(record)))
+    lists.append((findings.optim_finding(record), findings.lane_rows(record, of_optimizer=True)))
     yield element("div", {"class": "lists"}, *(facts_list(title, rows) for title, rows in lists if rows))
 
 

@@ -25,7 +25,8 @@ def print_report(record: RunRecord) -> None:
     console.print()
     speed = record.series("tokens_per_s")
     speed_said = findings.speed_finding(speed) if speed else ""
-    for sentence in (findings.loss_finding(record), speed_said, findings.far_finding(record)):
+    far = (findings.far_finding(record), findings.optim_finding(record))
+    for sentence in (findings.loss_finding(record), speed_said, *far):
         if sentence:
             console.print(Text(sentence))
     for note in record.notes:

@@ -12,6 +12,9 @@ from planish.peaks.optim.stream_layout import Arrays, Chunk, Flat, Piece
 
 Math = Literal["torch", "fused"]
 
+BLOCK = 2**17
+"""Numbers that torch's loop is given at a time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Due:
@@ -40,7 +43,7 @@ class Due:
 def update(chunk: Chunk, arrays: Arrays, due: Mapping[Tensor, Due], *, math: Math, scratch: Tensor | None) -> None:
     """Update in place the pieces of a chunk whose parameters are due.
 
-    Memory:    none with "fused"; with "torch" two numbers for each of the largest piece, three with `maximize`.
+    Memory:    none with "fused"; with "torch" two or three arrays of `BLOCK` numbers.
     Exactness: bitwise what torch does to whole parameters: its loop is elementwise, and its fused kernel divides its
         work where chunks are cut.
 
@@ -52,8 +55,17 @@ def update(chunk: Chunk, arrays: Arrays, due: Mapping[Tensor, Due], *, math: Mat
         scratch: Room for the wide gradients of a chunk, where parameters are narrower than their state.
     """
     pieces = [piece for piece in chunk.pieces if piece.flat.param in due]
+    if math == "torch":
+        pieces = [block for piece in pieces for block in _blocks(piece)]
     for group, members in _by_group(pieces, due):
         _update(members, arrays, due, group, math=math, scratch=scratch)
+
+
+def _blocks(piece: Piece) -> Iterable[Piece]:
+    """Yield parts of a piece that a core's cache holds: the loop goes over each several times."""
+    for start in range(piece.start, piece.stop, BLOCK):
+        stop, offset = min(start + BLOCK, piece.stop), piece.offset + start - piece.start
+        yield Piece(flat=piece.flat, start=start, stop=stop, offset=offset)
 
 
 def _by_group(pieces: Iterable[Piece], due: Mapping[Tensor, Due]) -> Iterable[tuple[dict[str, Any], list[Piece]]]:
