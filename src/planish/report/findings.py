@@ -83,7 +83,7 @@ def far_finding(record: RunRecord) -> str:
 
 
 def optim_finding(record: RunRecord) -> str:
-    """Return what streaming the optimizer's state took, lane by lane, and how much of it nobody waited for; "": none."""
+    """Return what streaming the optimizer's state took, and how much of it nobody waited for; "" where none streams."""
     found = _lanes(record, of_optimizer=True)
     moving = [each for each in found.values() if each["bytes"]]
     if not moving:
