@@ -26,19 +26,25 @@ def plan(capsys):
 
 @pytest.fixture
 def torchrun():
-    """Return (*words, ranks) -> (exit code, stdout, stderr) of each rank, forked as `torchrun` would start them."""
+    """Return (*words, ranks) -> (exit code, stdout, stderr) of each rank, forked as `torchrun` would start them.
 
-    def take_part(words, rank, ranks, port):
+    `before` is called in each rank's process before it begins, `meanwhile` here with all processes once they have.
+    """
+
+    def take_part(words, rank, ranks, port, before):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         place |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": True}
         os.environ.update({name: str(value) for name, value in place.items()})  # noqa: TID251 - as torchrun does
+        before()
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
             code = main([*map(str, words)])
         return code, out.getvalue(), err.getvalue()
 
-    def run(*words, ranks):
+    def run(*words, ranks, before=lambda: None, meanwhile=lambda _: None):
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        work = [functools.partial(take_part, words, rank, ranks, store.port) for rank in range(ranks)]
-        return [answer_of(*child) for child in [start_child(each) for each in work]]
+        work = [functools.partial(take_part, words, rank, ranks, store.port, before) for rank in range(ranks)]
+        children = [start_child(each) for each in work]
+        meanwhile([process for process, _ in children])
+        return [answer_of(*child) for child in children]
 
     return run

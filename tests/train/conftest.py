@@ -3,12 +3,12 @@
 import functools
 import os
 import re
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from forks import answer_of, run_in_child, start_child
 from planish.comm.world import World, join
@@ -22,12 +22,11 @@ def run_ranks(
     """Return what `work` returns on each of `dp` x `replicate` forked ranks, by rank."""
     size = dp * replicate
     mesh = MeshSection(dp=dp, replicate=replicate, ep=ep, vp=vp, timeout_s=timeout_s)
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def take_part(rank: int) -> Any:
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "TORCHELASTIC_USE_AGENT_STORE": True}
+        place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port}
         os.environ.update({name: str(value) for name, value in place.items()})  # noqa: TID251 - as torchrun does
         with join(mesh, device_type="cpu") as world:
             return work(world)

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -129,26 +129,38 @@ class World:
         return int(value)
 
     def _publish(self, kind: str, sentence: str) -> None:
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"planish/failed/{self.rank}", json.dumps([kind, sentence]))
+        with suppress(dist.DistError):  # the store may be gone, and this rank's own error is the one to tell
+            _store().set(f"planish/failed/{self.rank}", json.dumps([kind, sentence]))
 
     def _diagnose(self, error: BaseException) -> PlanishError:
         """Return why a collective failed: what another rank said, or which rank says nothing."""
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"planish/here/{self.rank}", "")
-        until = time.monotonic() + _GRACE_S
-        while time.monotonic() < until:
-            for rank in range(self.size):
-                if store.check([f"planish/failed/{rank}"]):
-                    kind, sentence = json.loads(store.get(f"planish/failed/{rank}"))
-                    return getattr(errors, kind or "WorldFailed")(f"rank {rank} stopped: {sentence}")
-            time.sleep(0.1)
-        silent = [str(rank) for rank in range(self.size) if not store.check([f"planish/here/{rank}"])]
+        try:
+            told = self._told()
+            silent = [] if told else self._silent()
+        except dist.DistError:
+            told, silent = None, ["0 or its launcher"]
+        if told is not None:
+            return told
         who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)}" if silent else "a collective"
         lost = "lost" if silent else "timed out"
         return WorldFailed(
             f"{who} {lost}: {str(error).splitlines()[0]}; complete checkpoints are intact, go on with `--resume`."
         )
+
+    def _told(self) -> PlanishError | None:
+        """Return the error that another rank tells of within the grace, or None."""
+        _store().set(f"planish/here/{self.rank}", "")
+        until = time.monotonic() + _GRACE_S
+        while time.monotonic() < until:
+            for rank in range(self.size):
+                if _store().check([f"planish/failed/{rank}"]):
+                    kind, sentence = json.loads(_store().get(f"planish/failed/{rank}"))
+                    return getattr(errors, kind or "WorldFailed")(f"rank {rank} stopped: {sentence}")
+            time.sleep(0.1)
+        return None
+
+    def _silent(self) -> list[str]:
+        return [str(rank) for rank in range(self.size) if not _store().check([f"planish/here/{rank}"])]
 
 
 ALONE = World()
@@ -189,7 +201,11 @@ def join(mesh: MeshSection, *, device_type: str) -> Iterator[World]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # noqa: TID251 - the launcher
     try:
         backend = "nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=mesh.timeout_s))
+        timeout = timedelta(seconds=mesh.timeout_s)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        # `torchrun` keeps its store when it starts a run again, and in it the addresses of ranks that are gone.
+        store = dist.PrefixStore(f"planish/attempt/{restarts()}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
         if not _is_of_the_group(error):
             raise
@@ -238,6 +254,10 @@ def _vocab_axes(mesh: MeshSection, device_type: str) -> DeviceMesh | None:
     if mesh.vp == 1:
         return None
     return init_device_mesh(device_type, (mesh.size // mesh.vp, mesh.vp), mesh_dim_names=("copies", "vp"))
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
 
 
 def _ignore_sigterm() -> None:

@@ -56,7 +56,7 @@ class TableFile:
     def _tree(self) -> dict[str, Any]:
         try:
             return json.loads(self.path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             return {"tables": {}}
 
 

@@ -125,9 +125,8 @@ def save(  # noqa: PLR0913 - keyword-only options of a public function
                 (state / "state.json").write_text(json.dumps(facts, allow_nan=False), encoding="utf-8")
                 _seal(partial, step)
                 _publish(partial, final)
-        except BaseException:
-            if world.leads:
-                shutil.rmtree(partial, ignore_errors=True)
+        except BaseException:  # on any rank: one that comes late makes the folder again
+            shutil.rmtree(partial, ignore_errors=True)
             raise
         if world.leads:
             write_atomically(folder.latest, f"{final.name}\n")

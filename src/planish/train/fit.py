@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planish.errors import DoesNotFit, PlanishError
+from planish.errors import DoesNotFit
 from planish.plan.estimate import Estimate, longest_context
 from planish.runfile import RunFile
 from planish.train.predict import (
@@ -33,7 +33,7 @@ class Verdict:
     """
 
     prediction: Prediction | None = None
-    refused: PlanishError | None = None
+    refused: Exception | None = None
     said: tuple[str, ...]
 
     def tell(self, say: Say) -> Prediction | None:
@@ -50,7 +50,7 @@ def judge(run: RunFile) -> Verdict:
     said: list[str] = []
     try:
         return Verdict(prediction=check_fit(run, said.append), said=tuple(said))
-    except PlanishError as error:
+    except Exception as error:  # of any kind: it is for all ranks
         return Verdict(refused=error, said=tuple(said))
 
 
