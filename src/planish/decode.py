@@ -70,9 +70,11 @@ def is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _decode_table(cls: type, tree: Any, where: str) -> Any:
+    known = fields_of(cls)
+    if isinstance(tree, str) and "method" in known:
+        tree = {"method": tree}
     if not isinstance(tree, Mapping):
         raise UsageError(f"`{where}` must be a table, got {tree!r}.")
-    known = fields_of(cls)
     values = {}
     for key, value in tree.items():
         name = key.replace("-", "_")

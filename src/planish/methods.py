@@ -30,23 +30,10 @@ class Blocked:
         strategy: Bytes for products: "gradients-in-forward" multiplies three times and keeps both gradients from
             forward to backward, "recompute" multiplies four times and keeps 12 bytes a token, "auto" takes the first
             while its buffers are no larger than `tile_bytes` allows.
-        gradient_filter: Leaves out of the gradient of hidden states what is below this part of its token's weight in
-            the loss, in stretches of 128 classes: an approximation (CCE takes 2^-12, 0.000244). Default: exact.
-        filter_order: Brings the classes that pass together first, so that fewer are multiplied.
     """
 
     tile_bytes: Bytes = 60 * 2**20
     strategy: Literal["auto", "gradients-in-forward", "recompute"] = "auto"
-    gradient_filter: float | None = None
-    filter_order: bool = False
-
-    def __post_init__(self) -> None:
-        if self.gradient_filter is not None and not 0 < self.gradient_filter < 1:
-            raise ValueError(
-                f"`plan.vocab.gradient_filter` must be in (0, 1), got {self.gradient_filter}; leave it out to be exact."
-            )
-        if self.filter_order and self.gradient_filter is None:
-            raise ValueError("`plan.vocab.filter_order` orders what `gradient_filter` lets pass; set that too.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +284,8 @@ def updates_in_backward(optim: Optim) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One method per peak; data that is printed, pasted into a run file and wired by one `match`.
+    """One method per peak, and how stages take turns; data that is printed, pasted into a run file, and wired.
+
 
     Example:
         >>> plan = Plan(vocab=Blocked(tile_bytes=2**25))
@@ -311,6 +299,7 @@ class Plan:
     boundary: Boundary = field(default_factory=Checkpoint)
     activation: Activation = field(default_factory=Plain)
     optim: Optim = field(default_factory=AdamW)
+    pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
         if keeps_attention(self.boundary) and not isinstance(self.attention, Packed):
@@ -344,12 +333,6 @@ class Plan:
     @property
     def approximations(self) -> tuple[str, ...]:
         """A sentence for each method that changes what is learned; none in the default plan."""
-        found = []
-        if isinstance(self.vocab, Blocked) and self.vocab.gradient_filter is not None:
-            found.append(
-                f"`plan.vocab.gradient_filter` = {self.vocab.gradient_filter:g} leaves small derivatives out: "
-                "gradients below the head are approximate."
-            )
-        if isinstance(self.optim, Apollo):
-            found.append("`plan.optim` = apollo is another optimizer than AdamW: its steps approximate AdamW's.")
-        return tuple(found)
+        if not isinstance(self.optim, Apollo):
+            return ()
+        return ("`plan.optim` = apollo is another optimizer than AdamW: its steps approximate AdamW's.",)

@@ -9,7 +9,19 @@ import tomli_w
 
 from planish.decode import decode, encode, fields_of
 from planish.errors import UsageError
-from planish.methods import Apollo, Pipelined, Plan, Ring, updates_in_backward
+from planish.methods import (
+    Apollo,
+    Blocked,
+    Checkpoint,
+    Pipelined,
+    Plain,
+    Plan,
+    Ring,
+    StreamAdamW,
+    Tiled,
+    keeps_attention,
+    updates_in_backward,
+)
 from planish.sections import DataSection, MemorySection, MeshSection, ModelSection, SaveSection, TrainSection
 
 
@@ -26,12 +38,12 @@ class RunFile:
     save: SaveSection = field(default_factory=SaveSection)
 
     def __post_init__(self) -> None:
-        train, unit = self.train, self.data.context * self.train.grad_accum * self.mesh.size
+        train, unit = self.train, self.data.context * self.train.grad_accum * self.mesh.readers
         if train.global_tokens is not None and train.global_tokens % unit:
             near = max(1, round(train.global_tokens / unit)) * unit
             sizes = f"{self.data.context} x {train.grad_accum}"
-            ranks = "" if self.mesh.size == 1 else " x the ranks of `mesh`"
-            sizes += "" if self.mesh.size == 1 else f" x {self.mesh.size}"
+            ranks = "" if self.mesh.readers == 1 else " x the ranks of `mesh`"
+            sizes += "" if self.mesh.readers == 1 else f" x {self.mesh.readers}"
             raise ValueError(
                 f"`train.global_tokens` ({train.global_tokens}) must be a multiple of `data.context` x "
                 f"`train.grad_accum`{ranks} ({sizes}); try {near}."
@@ -48,12 +60,17 @@ class RunFile:
                 "vocabulary, or neither."
             )
 
+        if self.mesh.pp > 1:
+            self._check_pipeline()
+        elif self.plan.pipeline is not None:
+            raise ValueError("`plan.pipeline` has no effect without `mesh.pp`; set it to the ranks, or leave it out.")
+
     @property
     def rows_per_microbatch(self) -> int:
         """Rows of `data.context` tokens in one rank's microbatch."""
         if self.train.global_tokens is None:
             return 1
-        return self.train.global_tokens // (self.data.context * self.train.grad_accum * self.mesh.size)
+        return self.train.global_tokens // (self.data.context * self.train.grad_accum * self.mesh.readers)
 
     @property
     def tokens_per_microbatch(self) -> int:
@@ -75,6 +92,23 @@ class RunFile:
             )
         if isinstance(method, Apollo) and method.weights == "int8" and self.mesh.size > 1:
             raise ValueError("`plan.optim.weights` = int8 is for one rank; leave it out, and shard by `mesh.dp`.")
+
+    def _check_pipeline(self) -> None:
+        """Refuse what stages cannot do: what lives from a forward to the backward right after it, or spans layers."""
+        plan = self.plan
+        for name, goes, instead in (
+            ("plan.boundary", isinstance(plan.boundary, Plain | Checkpoint), '"checkpoint"'),
+            ("plan.boundary.keep_attention", not keeps_attention(plan.boundary), "false"),
+            ("plan.activation", isinstance(plan.activation, Plain | Tiled), '"tiled" or "plain"'),
+            ("plan.vocab", isinstance(plan.vocab, Blocked), '"blocked"'),
+            ("plan.vocab.strategy", getattr(plan.vocab, "strategy", "auto") == "auto", '"auto"'),
+            ("plan.optim", not isinstance(plan.optim, StreamAdamW), '"adam-w" or "apollo"'),
+            ("plan.optim.in_backward", not updates_in_backward(plan.optim), "false"),
+        ):
+            if not goes:
+                raise ValueError(f"`{name}` does not go with `mesh.pp` ({self.mesh.pp}); set it to {instead}.")
+        if self.model.adapter is not None:
+            raise ValueError(f"`model.adapter` does not go with `mesh.pp` ({self.mesh.pp}); leave one of them out.")
 
     def to_toml(self) -> str:
         """Return every setting, defaults included, as a run file."""

@@ -189,13 +189,14 @@ class MemorySection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSection:
-    """How the ranks that `torchrun` starts share the work; each takes its rows of every microbatch.
+    """How the ranks that `torchrun` starts share the work; each takes its rows, or its layers, of every microbatch.
 
     Attributes:
         dp: Ranks over which weights, gradients and optimizer state are sharded; default: all that are left.
         replicate: Groups of such ranks that hold the same shards; with `dp = 1`, each rank holds everything.
         ep: Ranks of `dp` over which the experts of a layer are spread; tokens travel to them.
         vp: Ranks of `dp` that share the vocabulary, each with its rows of head and embedding.
+        pp: Ranks over which layers are divided, in stages that take turns; embedding and head are shared by all.
         timeout_s: Seconds after which a rank that does not answer is lost.
     """
 
@@ -203,6 +204,7 @@ class MeshSection:
     replicate: Count = 1
     ep: Count = 1
     vp: Count = 1
+    pp: Count = 1
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -213,10 +215,20 @@ class MeshSection:
                 raise ValueError(
                     f"`mesh.{name}` ({degree}) must divide `mesh.dp` ({self.dp}); one of {_divisors(self.dp)}."
                 )
+        if self.pp > 1 and (self.dp or 1) * self.replicate * self.ep * self.vp > 1:
+            raise ValueError(
+                f"`mesh.pp` ({self.pp}) takes all ranks; set `mesh.dp`, `mesh.replicate`, `mesh.ep` and `mesh.vp` to "
+                "1, or leave `mesh.pp` out."
+            )
 
     @property
     def size(self) -> int:
         """Ranks of the run."""
+        return self.readers * self.pp
+
+    @property
+    def readers(self) -> int:
+        """Ranks that take rows of their own; the stages of a pipeline all work on the same."""
         return (self.dp or 1) * self.replicate
 
     @property
@@ -230,6 +242,10 @@ class MeshSection:
         Raises:
             ValueError: They are not the ranks that were asked for.
         """
+        if self.pp > 1:
+            if self.pp != size:
+                raise ValueError(f"`mesh.pp` ({self.pp}) must be the {size} ranks that were started; set it to {size}.")
+            return replace(self, dp=1)
         if self.dp is not None and self.size != size:
             raise ValueError(
                 f"`mesh.replicate` x `mesh.dp` ({self.replicate} x {self.dp}) must be the {size} ranks that were "

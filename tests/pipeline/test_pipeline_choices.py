@@ -1,8 +1,9 @@
 import json
+import random
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from itertools import combinations_with_replacement
+from itertools import accumulate, combinations, combinations_with_replacement, pairwise
 
 import pytest
 
@@ -11,7 +12,7 @@ from planish.methods import Pipeline
 from planish.pipeline.actions import Head, Kind
 from planish.pipeline.costs import Costs
 from planish.pipeline.draw import to_svg, to_text
-from planish.pipeline.layers import redistribute
+from planish.pipeline.layers import balance, redistribute
 from planish.pipeline.one_f_one_b import one_f_one_b
 from planish.pipeline.outline import outcome, outcome_of, outline, rivals
 from planish.pipeline.schedule import Schedule
@@ -185,3 +186,23 @@ def test_the_room_answers_without_torch_or_numpy():
         "print([m for m in ('torch', 'transformers', 'numpy', 'scipy') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_layers_of_different_weight_are_balanced():
+    assert balance([1, 1, 1, 1, 4, 4], 3) == (4, 1, 1)
+    assert balance([1.0] * 7, 3) == (2, 2, 3)
+    for seed in range(20):
+        drawn = random.Random(seed)
+        shares = [drawn.choice([0.3, 1.0, 2.5]) for _ in range(9)]
+        cuts = ((0, *cut, 9) for cut in combinations(range(1, 9), 3))
+        best = min(max(sum(shares[a:b]) for a, b in pairwise(cut)) for cut in cuts)
+        counts = balance(shares, 4)
+        stages = pairwise(accumulate(counts, initial=0))
+        assert max(sum(shares[a:b]) for a, b in stages) == pytest.approx(best)
+        assert min(counts) > 0
+
+
+def test_a_workload_of_uneven_layers_costs_what_its_stages_hold():
+    work = Workload(layers=4, microbatches=2, shares=(0.5, 0.5, 1.0, 2.0))
+    assert work.spread(2, Head.VOCAB_2) == (3, 1)
+    assert list(work.costs((3, 1), Head.VOCAB_2, 2).row(Kind.F)) == [2.0, 2.0]

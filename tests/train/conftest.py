@@ -17,11 +17,18 @@ from planish.sections import MeshSection
 
 
 def run_ranks(
-    work: Callable[[World], Any], *, dp: int = 1, replicate: int = 1, ep: int = 1, vp: int = 1, timeout_s: float = 60
+    work: Callable[[World], Any],
+    *,
+    dp: int = 1,
+    replicate: int = 1,
+    ep: int = 1,
+    vp: int = 1,
+    pp: int = 1,
+    timeout_s: float = 60,
 ) -> list[Any]:
-    """Return what `work` returns on each of `dp` x `replicate` forked ranks, by rank."""
-    size = dp * replicate
-    mesh = MeshSection(dp=dp, replicate=replicate, ep=ep, vp=vp, timeout_s=timeout_s)
+    """Return what `work` returns on each of `dp` x `replicate` x `pp` forked ranks, by rank."""
+    size = dp * replicate * pp
+    mesh = MeshSection(dp=dp, replicate=replicate, ep=ep, vp=vp, pp=pp, timeout_s=timeout_s)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def take_part(rank: int) -> Any:

@@ -26,11 +26,13 @@ def train_in_float64(run, model, tokenizer, world):
         engine = build_engine(
             lambda: model, run.plan, tokens=tokens, ledger=ledger, facts=MeasuredFacts(), scope=scope, world=world
         )
-        feed = RankFeed(open_run_feed(run, tokenizer, rows=rows * world.size), rank=world.rank, rows=rows)
+        reader, readers = world.reader
+        feed = RankFeed(open_run_feed(run, tokenizer, rows=rows * readers), rank=reader, rows=rows)
         optimizer = build_optimizer(engine, run, scope)
         job = Job(run=run, tokenizer=None, engine=engine, optimizer=optimizer, feed=feed, eval_batches=list)
         reports = [train_step(job, step) for step in range(1, 4)]
-        weights = {name: reduced(param.detach()) for name, param in model.named_parameters()}
+        state = model.state_dict()
+        weights = {name: reduced(state[name]) for name, _ in model.named_parameters()}
     return [(each.loss, each.grad_norm, each.num_valid, each.num_tokens) for each in reports], weights
 
 

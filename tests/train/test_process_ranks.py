@@ -29,9 +29,9 @@ def launch(words, *, ranks, restarts=0):
 
 @pytest.fixture
 def words(model_folder, text_file, tmp_path):
-    def make(name, family="qwen3-moe"):
+    def make(name, family="qwen3-moe", **config):
         return [
-            *("--model.from", str(model_folder(family))),
+            *("--model.from", str(model_folder(family, **config))),
             *("--data.train", str(text_file)),
             *("--data.context", "32"),
             *("--train.steps", "60"),
@@ -101,3 +101,30 @@ def test_an_upcycled_mixture_trains_with_its_experts_over_ranks(words, tmp_path)
     four, one = (lines(tmp_path / name) for name in ("4", "1"))
     assert [line["loss"] for line in four] == pytest.approx([line["loss"] for line in one], rel=1e-5)
     assert any(line["moe/spilled_rows"] > 0 for line in four)
+
+
+def test_the_stages_that_are_left_stop_and_name_the_one_that_is_lost(words, tmp_path):
+    settings = words("run", "llama", num_hidden_layers=6)
+    settings += ["--mesh.pp", "3", "--plan.pipeline", "v-half", "--train.grad-accum", "4", "--train.steps", "2000"]
+    with launch(settings, ranks=3) as job:
+        kill_one(tmp_path / "run", 7)
+        said, _ = job.communicate(timeout=120)
+    assert re.search(r"planish: rank \d lost:.*go on with `--resume`", said), said
+    assert re.findall(r"exitcode\s+: (-?\d+)", said).count("5") >= 1, said
+    assert (tmp_path / "run" / "latest").read_text().startswith("step-")
+
+
+def test_a_restarted_pipeline_is_the_one_that_was_never_killed(words, tmp_path):
+    pipeline = ["--mesh.pp", "2", "--train.grad-accum", "3"]
+    with launch([*words("killed", "llama"), *pipeline], ranks=2, restarts=1) as job:
+        kill_one(tmp_path / "killed", 12)
+        said, _ = job.communicate(timeout=240)
+    assert job.returncode == 0, said
+    with launch([*words("whole", "llama"), *pipeline], ranks=2) as whole:
+        said, _ = whole.communicate(timeout=120)
+    assert whole.returncode == 0, said
+    killed, undisturbed = (
+        [(line["step"], line["loss"].hex(), line["grad_norm"].hex()) for line in lines(tmp_path / name)]
+        for name in ("killed", "whole")
+    )
+    assert killed == undisturbed

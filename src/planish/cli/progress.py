@@ -56,8 +56,10 @@ class RunView:
         run, ledger = job.run, job.engine.ledger
         self._steps, self._first_step, self._budget_bytes = run.train.steps, first_step, run.memory.budget
         count = sum(param.numel() for param in job.engine.anatomy.model.parameters())
-        mesh, rows = run.mesh, run.rows_per_microbatch * run.train.grad_accum * run.mesh.size
+        mesh, rows = run.mesh, run.rows_per_microbatch * run.train.grad_accum * run.mesh.readers
         ranks = "" if mesh.size == 1 else f" over {mesh.replicate} x {mesh.dp} ranks (replicate x dp)"
+        if mesh.pp > 1:
+            ranks = f" on the first of {mesh.pp} ranks of a pipeline"
         self.note(
             f"{count:,} parameters in {run.model.dtype}{ranks}, {rows} rows of "
             f"{run.data.context:,} tokens a step; {format_bytes(ledger.live_bytes)} of tensors before the first step, "

@@ -32,10 +32,11 @@ class World:
     Attributes:
         rank: This process, from 0.
         size: How many there are.
-        mesh: Axes "replicate" x "dp" over the ranks; None where there is one rank.
+        mesh: Axes "replicate" x "dp" over the ranks, or of a pipeline "pp"; None where there is one rank.
         experts: Axes "replicate" x "copies" x "ep" over the same ranks; None where experts are not spread.
         vocab: Axes "copies" x "vp" over the same ranks; None where they do not share the vocabulary.
         assumed: The others are not there, and are taken to give what this rank gives.
+        pipeline: Axis "pp" over the ranks, whose stages all work on the same rows; None where there is no pipeline.
     """
 
     rank: int = 0
@@ -44,6 +45,12 @@ class World:
     experts: DeviceMesh | None = None
     vocab: DeviceMesh | None = None
     assumed: bool = False
+    pipeline: DeviceMesh | None = None
+
+    @property
+    def reader(self) -> tuple[int, int]:
+        """Which rows this rank takes of each batch: those of the reader (number, of so many)."""
+        return (self.rank, self.size) if self.pipeline is None else (0, 1)
 
     @property
     def leads(self) -> bool:
@@ -51,18 +58,29 @@ class World:
         return self.rank == 0
 
     def sum(self, number: int) -> int:
-        """Return the sum of `number` over the ranks. Communication: one all-reduce of 8 bytes."""
-        return self._reduce(number, dist.ReduceOp.SUM)
+        """Return the sum of `number` over the readers. Communication: one all-reduce of 8 bytes."""
+        return number if self.reader == (0, 1) else self._reduce(number, dist.ReduceOp.SUM)
 
     def max(self, number: int) -> int:
         """Return the largest `number` of any rank. Communication: one all-reduce of 8 bytes."""
         return self._reduce(number, dist.ReduceOp.MAX)
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, summed over the ranks in place. Communication: one all-reduce of its bytes."""
-        if self.size > 1:
+        """Return `tensor`, summed over the readers in place. Communication: one all-reduce of its bytes."""
+        if self.reader != (0, 1):
             dist.all_reduce(tensor)
         return tensor
+
+    def norm(self, part: Tensor) -> Tensor:
+        """Return the norm of what the stages of a pipeline hold together, `part` of it here.
+
+        Communication: one all-reduce of a number, in a pipeline.
+        """
+        if self.pipeline is None:
+            return part
+        squared = part.double().square()
+        dist.all_reduce(squared)
+        return squared.sqrt()
 
     def gather(self, value: Any) -> list[Any]:
         """Return what each rank gave, by rank; values that JSON can hold. Communication: one all-gather."""
@@ -235,6 +253,9 @@ def assume(mesh: MeshSection, *, device_type: str) -> Iterator[World]:
 
 
 def _world(mesh: MeshSection, device_type: str, *, rank: int = 0, assumed: bool = False) -> World:
+    if mesh.pp > 1:
+        stages = init_device_mesh(device_type, (mesh.pp,), mesh_dim_names=("pp",))
+        return World(rank=rank, size=mesh.size, mesh=stages, pipeline=stages, assumed=assumed)
     axes = ("replicate", "dp")
     devices = init_device_mesh(device_type, (mesh.replicate, mesh.dp or 1), mesh_dim_names=axes)
     experts, vocab = _expert_axes(mesh, device_type), _vocab_axes(mesh, device_type)

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from planish.errors import UsageError
 from planish.pipeline.actions import COLLECTIVES, Head, Kind
 from planish.pipeline.costs import Costs
-from planish.pipeline.layers import redistribute
+from planish.pipeline.layers import balance, redistribute
 from planish.shapes import AttentionShape, ModelShape
 
 # In forwards of a layer, as on 8 GPUs for a layer of D = 3,072 at 2,048 tokens (arXiv 2411.05288, its published runs):
@@ -46,6 +47,7 @@ class Workload:
         embedding: IF, and as much IB.
         transfer: A send, and as much a collective.
         unit: Of these times.
+        shares: What each layer takes, by their mean; left out where all take the same.
     """
 
     layers: int
@@ -56,6 +58,7 @@ class Workload:
     embedding: float = _EMBEDDING
     transfer: float = _TRANSFER
     unit: str = "forwards of a layer"
+    shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.layer <= 0:
@@ -75,14 +78,17 @@ class Workload:
         Raises:
             UsageError: Fewer layers than stages.
         """
+        if head.shared and len(set(self.shares)) > 1:
+            return balance(self.shares, num_stages)
         in_layers = 3 * self.head / (self.layer + self.layer_backward)
         return redistribute(self.layers, num_stages, 0.0 if head.shared else in_layers)
 
     def costs(self, layers: Sequence[int], head: Head, num_ranks: int) -> Costs:
         """Return what the passes take with `layers` on the stages."""
         on_stage = [0.0] * (len(layers) - 1) + [0.0 if head.shared else self.head]
-        forward = [self.layer * n + own for n, own in zip(layers, on_stage, strict=True)]
-        backward = [self.layer_backward * n + 2 * own for n, own in zip(layers, on_stage, strict=True)]
+        weights = self._weights(layers)
+        forward = [self.layer * n + own for n, own in zip(weights, on_stage, strict=True)]
+        backward = [self.layer_backward * n + 2 * own for n, own in zip(weights, on_stage, strict=True)]
         passes: dict[Kind, Sequence[float]] = {Kind.F: forward, Kind.B: backward, Kind.W: forward}
         passes[Kind.I] = [whole - half for whole, half in zip(backward, forward, strict=True)]
         if head.shared:
@@ -90,6 +96,12 @@ class Workload:
                 passes[kind] = [3 * self.head * share / num_ranks] * num_ranks
             passes[Kind.IF] = passes[Kind.IB] = [self.embedding] * num_ranks
         return Costs(passes=passes, send=self.transfer, collectives=dict.fromkeys(COLLECTIVES, self.transfer))
+
+    def _weights(self, layers: Sequence[int]) -> Sequence[float]:
+        """Return what the layers of each stage take, in mean layers."""
+        if not self.shares:
+            return layers
+        return [sum(self.shares[start:stop]) for start, stop in pairwise(accumulate(layers, initial=0))]
 
 
 def workload(

@@ -23,6 +23,7 @@ from planish.comm.world import ALONE, World
 from planish.decode import encode
 from planish.errors import CheckpointCorrupt, UsageError
 from planish.methods import Plan
+from planish.train.collect import Collected, outlines
 from planish.train.model_folder import config_difference, weights_of, write_model
 from planish.train.run_folder import RunFolder, disk_errors, fsync_folder, write_atomically
 from planish.train.tensor_files import FarTensor, describe, difference, load_tensors, save_tensors
@@ -108,7 +109,7 @@ def save(  # noqa: PLR0913 - keyword-only options of a public function
                 _recover(folder)
                 state.mkdir(parents=True)
             world.barrier()
-            stored = write_model(partial, model, tokenizer, leads=world.leads)
+            stored = _write_model(partial, model, tokenizer, world)
             save_tensors(state, _own(weights_of(model), stored) | _flatten(tensors))
             rng = world.gather(_rng_state())
             if world.leads:
@@ -211,18 +212,31 @@ def load(
         saved_weights = {name: saved_as[file_name] for name, file_name in stored.items()}
         saved_weights |= {name.removeprefix(_OWN): each for name, each in in_state.items() if name.startswith(_OWN)}
         saved_optimizer = {name: each for name, each in in_state.items() if not name.startswith(_OWN)}
-        _require_same("model", ref, difference(weights, saved_weights) or config_difference(model, ref.path))
+        _require_same(
+            "model", ref, difference(outlines(weights, world), saved_weights) or config_difference(model, ref.path)
+        )
         if facts["tokenizer_sha256"] != _tokenizer_digest(tokenizer):
             _require_same("tokenizer", ref, "its vocabulary or its rules differ")
         _require_same("optimizer", ref, _projection_difference(plan, facts.get("optim", {})))
-        _require_same("optimizer", ref, difference(optimizer, saved_optimizer))
-        load_tensors(ref.path, {stored[name]: tensor for name, tensor in weights.items() if name in stored})
-        load_tensors(ref.path / "state", _own(weights, stored) | optimizer)
+        _require_same("optimizer", ref, difference(outlines(optimizer, world), saved_optimizer))
+        alone = world.pipeline is not None
+        load_tensors(ref.path, {stored[name]: each for name, each in weights.items() if name in stored}, alone=alone)
+        load_tensors(ref.path / "state", _own(weights, stored) | optimizer, alone=alone)
     except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
         raise CheckpointCorrupt(f"checkpoint {ref.path} cannot be read: {error}.") from error
     if len(facts["rng"]) == world.size:
         _set_rng_state(facts["rng"][world.rank])
     return Restored(step=facts["step"], progress=facts["progress"], notes=tuple(_notes(facts, plan, world)))
+
+
+def _write_model(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, world: World
+) -> dict[str, str]:
+    """Write the model of all ranks; return, on every rank, `write_model`'s names of all weights."""
+    if world.pipeline is None:
+        return write_model(folder, model, tokenizer, leads=world.leads)
+    groups = Collected(weights_of(model), world)
+    return world.gather(write_model(folder, model, tokenizer, leads=world.leads, groups=groups))[0]
 
 
 def _own(weights: Mapping[str, Tensor], stored: Mapping[str, str]) -> dict[str, Tensor]:

@@ -14,13 +14,13 @@ from planish.memory.far import FarTier
 from planish.memory.ledger import Ledger
 from planish.methods import Packed, Plan
 from planish.models.anatomy import Anatomy, find
-from planish.models.head import HeadLoss, filter_of, head_loss
+from planish.models.head import HeadLoss, head_loss
 from planish.models.install import install
 from planish.peaks.activation.keep import Keeper
-from planish.peaks.vocab.filter import GradientFilter
 from planish.train.facts import Facts
 from planish.train.routing import Routing
 from planish.train.spread import Spread
+from planish.train.staged import Staged, divide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +35,11 @@ class Engine:
         ledger: Counts every byte.
         facts: Reads numbers out of tensors.
         keepers: What keeps the activations of each feed-forward network that packs them.
-        gradient_filter: What leaves part of the head's gradients out, where the plan has one.
         routing: What the routers did, where experts are pipelined.
         tiers: Far memory that the plan's methods use.
         world: The ranks that train together.
-        spread: What the other ranks take part in; None where there is one rank.
+        spread: What the other ranks take part in; None where there is one rank, or a pipeline.
+        staged: This rank's stages of a pipeline; None without one.
     """
 
     device: torch.device
@@ -49,11 +49,11 @@ class Engine:
     ledger: Ledger
     facts: Facts
     keepers: Mapping[str, Keeper]
-    gradient_filter: GradientFilter | None
     routing: Routing
     tiers: tuple[FarTier, ...]
     world: World = ALONE
     spread: Spread | None = None
+    staged: Staged | None = None
 
     def take(self, batch: Batch) -> Batch:
         """Return the batch where the model lives, on the books."""
@@ -80,6 +80,8 @@ class Engine:
             batch: From `take`.
             last: Gradients of all microbatches so far are exchanged in this one's backward pass.
         """
+        if self.staged is not None:
+            return self.staged.losses([batch])[0]
         if self.spread is None:
             return self.local_loss(batch)
         with self.ledger.phase("forward") if self.anatomy.model.training else nullcontext():
@@ -131,7 +133,11 @@ def build_engine(
     with ledger.phase("init"):
         model = load().train()
         anatomy = find(model)
-        spread = None if world.size == 1 else Spread(anatomy, world)
+        part = pace = None
+        if world.pipeline is not None:
+            part, pace = divide(anatomy, plan, world)
+            anatomy = part.anatomy
+        spread = None if world.size == 1 or part is not None else Spread(anatomy, world)
         names, routing = list(anatomy.layers), Routing()
 
         def restored(index: int, tensor: Tensor) -> None:
@@ -146,20 +152,19 @@ def build_engine(
             scope.callback(installed.undo)
         scope.enter_context(ledger.watch(model, head=anatomy.head))
         _label_boundaries(anatomy, ledger, scope)
-    gradient_filter = filter_of(plan.vocab)
     engine = Engine(
         device=model.device,
         anatomy=anatomy,
-        head=head_loss(anatomy, plan.vocab, group=vocab, gradient_filter=gradient_filter),
+        head=head_loss(anatomy, plan.vocab, group=vocab),
         packed=isinstance(plan.attention, Packed),
         ledger=ledger,
         facts=facts,
         keepers=installed.keepers,
-        gradient_filter=gradient_filter,
         routing=routing,
         tiers=installed.tiers,
         world=world,
         spread=spread,
+        staged=None if part is None or pace is None else Staged(part, pace, plan, ledger, world),
     )
     if spread is not None:
         spread.bind(engine.local_loss)

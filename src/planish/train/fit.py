@@ -128,7 +128,7 @@ def _shortened(run: RunFile, context: int) -> str:
 
 
 def _global_tokens(run: RunFile, context: int) -> int:
-    return run.rows_per_microbatch * context * run.train.grad_accum * run.mesh.size
+    return run.rows_per_microbatch * context * run.train.grad_accum * run.mesh.readers
 
 
 def _peak_at(run: RunFile, context: int) -> int:

@@ -100,8 +100,8 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack, world: World = ALONE) 
         BudgetExceeded: Weights and optimizer state alone are above the budget.
     """
     tokenizer = load_tokenizer(run.model)
-    rows = run.rows_per_microbatch
-    feed = RankFeed(open_run_feed(run, tokenizer, rows=rows * world.size), rank=world.rank, rows=rows)
+    rows, (reader, readers) = run.rows_per_microbatch, world.reader
+    feed = RankFeed(open_run_feed(run, tokenizer, rows=rows * readers), rank=reader, rows=rows)
     if world.leads:
         _check_data(run.data, tokenizer)
 
@@ -114,10 +114,10 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack, world: World = ALONE) 
             max_tokens=run.data.eval_tokens,
             loss_on=run.data.loss_on,
         )
-        return deal(batches, rank=world.rank, num_ranks=world.size)
+        return deal(batches, rank=reader, num_ranks=readers)
 
     def load() -> PreTrainedModel:
-        if run.mesh.sharded and not world.leads:
+        if (run.mesh.sharded or run.mesh.pp > 1) and not world.leads:
             return sketch_model(run.model, context=run.data.context)
         on_host = loads_on_host(run.plan.optim)
         context, seed = run.data.context, run.train.seed
@@ -125,7 +125,13 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack, world: World = ALONE) 
         return settle(model, run.plan.optim, run_device())
 
     engine = build_engine(
-        load, run.plan, tokens=run.tokens_per_microbatch, ledger=ledger, facts=MeasuredFacts(), scope=scope, world=world
+        load,
+        run.plan,
+        tokens=run.tokens_per_microbatch,
+        ledger=ledger,
+        facts=MeasuredFacts(),
+        scope=scope,
+        world=world,
     )
     torch.manual_seed(run.train.seed + world.rank)  # dropout: each rank its own
     return Job(

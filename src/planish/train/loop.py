@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from planish.data.batch import Batch
 from planish.errors import Interrupted
 from planish.memory.report import StepMemory
 from planish.methods import updates_in_backward
@@ -79,23 +80,12 @@ def train_step(job: Job, step: int) -> StepReport:
         group["lr"] = lr
     batches = [engine.take(job.feed.next()) for _ in range(settings.grad_accum)]
     num_valid = engine.world.sum(sum(batch.num_valid for batch in batches))
-    losses: list[Tensor] = []
-    norms: list[Tensor] = []
-    for batch in batches:
-        loss = engine.loss(batch, last=batch is batches[-1])
-        losses.append(loss.detach())
-        with ledger.phase("backward"), ExitStack() as scope:
-            if in_backward and batch is batches[-1]:
-                mean_loss = _mean(engine, losses, num_valid)
-                refuse_non_finite(engine, step, loss=mean_loss, grad_norm=0.0, batches=batches)
-                scope.enter_context(_updates(job, norms))
-            (loss / max(1, num_valid)).backward()
-            del loss
+    losses, norms = _accumulate(job, step, batches, num_valid)
     engine.label_buckets()
     with ledger.phase("optimizer"):
         params = [param for param in engine.anatomy.model.parameters() if param.grad is not None]
         grads = norms if in_backward else [param.grad for param in params]
-        norm = total_norm(grads)
+        norm = engine.world.norm(total_norm(grads))
         mean_loss = _mean(engine, losses, num_valid)
         grad_norm = engine.facts.number(norm)
         refuse_non_finite(engine, step, loss=mean_loss, grad_norm=grad_norm, batches=batches, updated=in_backward)
@@ -108,12 +98,32 @@ def train_step(job: Job, step: int) -> StepReport:
         loss=mean_loss,
         grad_norm=grad_norm,
         lr=lr,
-        num_tokens=sum(batch.input_ids.numel() for batch in batches) * engine.world.size,
+        num_tokens=sum(batch.input_ids.numel() for batch in batches) * engine.world.reader[1],
         num_valid=num_valid,
         step_s=time.perf_counter() - started,
         memory=ledger.end_step(),
         routing=worst(engine.world.gather(engine.routing.take())),
     )
+
+
+def _accumulate(job: Job, step: int, batches: list[Batch], num_valid: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Add up the gradients of `batches`; return their summed losses, and of updated weights the gradients' norms."""
+    engine, ledger = job.engine, job.engine.ledger
+    if engine.staged is not None:
+        return [engine.staged.step(batches, upstream=1 / max(1, num_valid))], []
+    losses: list[Tensor] = []
+    norms: list[Tensor] = []
+    for batch in batches:
+        loss = engine.loss(batch, last=batch is batches[-1])
+        losses.append(loss.detach())
+        with ledger.phase("backward"), ExitStack() as scope:
+            if updates_in_backward(job.run.plan.optim) and batch is batches[-1]:
+                mean_loss = _mean(engine, losses, num_valid)
+                refuse_non_finite(engine, step, loss=mean_loss, grad_norm=0.0, batches=batches)
+                scope.enter_context(_updates(job, norms))
+            (loss / max(1, num_valid)).backward()
+            del loss
+    return losses, norms
 
 
 def _mean(engine: Engine, losses: list[Tensor], num_valid: int) -> float:

@@ -4,9 +4,9 @@ import copy
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,14 +15,30 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from planish.models.adapter import ADAPTER_WEIGHTS, adapter_of, published_name
 from planish.peaks.optim.int8_weight import Int8Weight
+from planish.train.collect import layer_of
 from planish.train.spread import local, reduced
 from planish.train.tensor_files import in_file_order, write_safetensors
 
-_LAYER = re.compile(r"(.*?\.\d+)\.")
+
+class Groups(Protocol):
+    """Weights by name, in groups that are published on their own."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        ...
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Yield one after the other."""
+        ...
 
 
 def write_model(
-    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, leads: bool = True
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    leads: bool = True,
+    groups: Groups | None = None,
 ) -> dict[str, str]:
     """Write config, weights and tokenizer; return where each weight is that is stored as it lies in memory.
 
@@ -38,6 +54,7 @@ def write_model(
         model: Its weights may be sharded; then all ranks take part.
         tokenizer: Saved beside it.
         leads: This rank writes; the others only bring their shards.
+        groups: Of the model's weights, where this rank does not hold all of them.
 
     Returns:
         For each weight that was not converted, its name in memory and its name in the files.
@@ -54,12 +71,12 @@ def write_model(
             model.generation_config.save_pretrained(folder)
         if tokenizer is not None:
             _write_tokenizer(folder, tokenizer)
-    return _write(folder, model, leads=leads)
+    return _write(folder, model, groups, leads=leads)
 
 
 def rehearse_write(model: PreTrainedModel) -> None:
     """Make every tensor that `write_model` makes, and write nothing."""
-    _write(Path(), model, leads=False)
+    _write(Path(), model, None, leads=False)
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -86,9 +103,10 @@ def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if not tensor.numel() or kept[_memory(tensor)] == name}
 
 
-def _write(folder: Path, model: PreTrainedModel, *, leads: bool) -> dict[str, str]:
-    write = _write_weights if adapter_of(model) is None else _write_adapter
-    return write(folder, model, leads=leads)
+def _write(folder: Path, model: PreTrainedModel, groups: Groups | None, *, leads: bool) -> dict[str, str]:
+    if adapter_of(model) is not None:
+        return _write_adapter(folder, model, leads=leads)
+    return _write_weights(folder, model, weight_groups(model) if groups is None else groups, leads=leads)
 
 
 def _write_adapter(folder: Path, model: PreTrainedModel, *, leads: bool) -> dict[str, str]:
@@ -135,8 +153,7 @@ def weight_groups(model: PreTrainedModel) -> list[dict[str, Tensor]]:
         return [weights]
     groups: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights.items():
-        layer = _LAYER.match(name)
-        groups.setdefault(layer.group(1) if layer else "", {})[name] = tensor
+        groups.setdefault(layer_of(name), {})[name] = tensor
     return list(groups.values())
 
 
@@ -146,19 +163,20 @@ def published(model: PreTrainedModel, group: Mapping[str, Tensor]) -> dict[str, 
     return revert_weight_conversion(model, wide)
 
 
-def _write_weights(folder: Path, model: PreTrainedModel, *, leads: bool) -> dict[str, str]:
-    groups = weight_groups(model)
+def _write_weights(folder: Path, model: PreTrainedModel, groups: Groups, *, leads: bool) -> dict[str, str]:
+    total_bytes = 0
     stored: dict[str, str] = {}
     weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, start=1):
         several = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
         path = folder / f"model{several}.safetensors"
+        total_bytes += sum(each.nbytes for each in group.values())
         memory_of, names = _write_group(path, model, group, whole=len(groups) > 1, leads=leads)
         weight_map |= dict.fromkeys(memory_of.values(), path.name)
         stored |= {name: memory_of[memory] for name, memory in names.items() if memory in memory_of}
     if leads and len(groups) > 1:
         index = {
-            "metadata": {"total_size": sum(each.nbytes for group in groups for each in group.values())},
+            "metadata": {"total_size": total_bytes},
             "weight_map": weight_map,
         }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")

@@ -187,6 +187,8 @@ def by_dry_run(run: RunFile) -> Estimate:
     from planish.train.dry_run import dry_run
     from planish.train.layer_trace import full_batch
 
+    if run.mesh.pp > 1:
+        raise NotPredictable("what the stages of a pipeline hold is not told beforehand.")
     shape = batch_shape(run)
     layouts = [{}, {"first_document": 1, "num_valid": shape.tokens - 1}] if shape.context > 1 else [{}]
     phases: dict[str, PhasePrice] = {}

@@ -21,7 +21,6 @@ from planish.memory.ledger import Ledger
 from planish.memory.meter import ProcessMeter
 from planish.models.load import run_device
 from planish.peaks.activation.keep import summary
-from planish.peaks.vocab.filter import skipped
 from planish.price.processor import has_products
 from planish.report.page import write_page
 from planish.report.read import read_run
@@ -211,7 +210,6 @@ class _Records:
                 "memory/vm_hwm_bytes": self._world.max(reading.resident_peak_bytes),
                 **report.routing,
                 **summary(self._job.engine.keepers),
-                **skipped(self._job.engine.gradient_filter),
             }
             | self._far()
         )
@@ -281,9 +279,14 @@ class _Records:
 
 
 def optimizer_tensors(job: Job) -> dict[str, dict[str, dict[str, Tensor | FarTensor]]]:
-    """Return the optimizer's state by parameter name, wherever it lies."""
+    """Return the optimizer's state by parameter name, wherever it lies; of what ranks share, as their shards."""
     named = job.engine.anatomy.model.named_parameters()
-    return {"optimizer": {name: dict(job.optimizer.state[each]) for name, each in named if each in job.optimizer.state}}
+    state = {name: dict(job.optimizer.state[each]) for name, each in named if each in job.optimizer.state}
+    staged = job.engine.staged
+    if staged is not None:
+        for name, tensors in state.items():
+            tensors.update({key: staged.sharded(name, each) for key, each in tensors.items()})
+    return {"optimizer": state}
 
 
 def _resume(job: Job, folder: RunFolder, view: View) -> int:

@@ -4,11 +4,11 @@ import json
 import os
 import struct
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -96,14 +96,11 @@ def write_safetensors(
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in names:
-            _write(file, far[name].pieces() if name in far else [reduced(tensors[name].detach())])
+            pieces = far[name].pieces() if name in far else [reduced(tensors[name].detach()).cpu().contiguous()]
+            for piece in pieces:
+                file.write(piece.cpu().reshape(-1).view(torch.uint8).numpy())
         file.flush()
         os.fsync(file.fileno())
-
-
-def _write(file: IO[bytes], pieces: Iterable[Tensor]) -> None:
-    for piece in pieces:
-        file.write(piece.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -123,16 +120,21 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor | FarTensor]) -> Non
         dcp.save(_stand_ins(tensors), storage_writer=_Writer(folder, _far(tensors)))
 
 
-def load_tensors(folder: Path, tensors: Mapping[str, Tensor | FarTensor]) -> None:
+def load_tensors(folder: Path, tensors: Mapping[str, Tensor | FarTensor], *, alone: bool = False) -> None:
     """Read what `folder` holds under the names of `tensors` into their own memory; see `difference` beforehand.
 
     Memory: the pages of one saved tensor, and one tensor of those that are not in memory.
+
+    Args:
+        folder: Of safetensors files.
+        tensors: Allocated; of a sharded one this rank's part is read.
+        alone: Other ranks read other names, or none.
 
     Raises:
         OSError, RuntimeError, ValueError: Files that cannot be read, a name that is not there, another shape.
     """
     with _plain_errors():
-        dcp.load(_stand_ins(tensors), storage_reader=_Reader(folder, _far(tensors)))
+        dcp.load(_stand_ins(tensors), storage_reader=_Reader(folder, _far(tensors)), no_dist=alone)
 
 
 def describe(folder: Path) -> dict[str, TensorStorageMetadata]:

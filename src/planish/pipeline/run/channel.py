@@ -12,10 +12,6 @@ _AHEAD = 2
 class Channel:
     """A process group of its own for the vocabulary, so that its collectives do not wait for hidden states.
 
-    [Note: barriers in two halves] A barrier gathers, computes and reduces. The host starts the gather and goes on; the
-    second half runs when something needs it, at the latest before the next collective starts: every rank then starts
-    the same collectives in the same order, whatever it computes between.
-
     Args:
         group: Its ranks hold the shards of the vocabulary in order.
     """
@@ -24,7 +20,6 @@ class Channel:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._under_way: deque[dist.Work] = deque()
-        self._half: Callable[[], None] | None = None
 
     def broadcast(self, tensor: Tensor, root: int) -> dist.Work | None:
         """Start to copy `tensor` from `root` to all ranks."""
@@ -47,25 +42,13 @@ class Channel:
 
         return self._start(None, issue)
 
-    def then(self, half: Callable[[], None]) -> None:
-        """Run `half` of a barrier later. See [Note: barriers in two halves]."""
-        self._half = half
-
-    def finish(self) -> None:
-        """Run the half that waits, if one does."""
-        if self._half is not None:
-            half, self._half = self._half, None
-            half()
-
     def settle(self) -> None:
         """Wait for everything that is under way."""
-        self.finish()
         while self._under_way:
             self._under_way.popleft().wait()
 
     def _start(self, tensor: Tensor | None, issue: Callable[[], dist.Work]) -> dist.Work | None:
         """Start a collective; None where there is nobody to talk to, or nothing to say, as all ranks know."""
-        self.finish()
         if self.size == 1 or (tensor is not None and not tensor.numel()):
             return None
         while len(self._under_way) >= _AHEAD:

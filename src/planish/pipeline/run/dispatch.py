@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ from planish.pipeline.run.stages import EmbeddingStage, HeadStage, LayersStage
 from planish.pipeline.schedule import Schedule
 
 _TESTED = "2.13."
+# What never waits for another rank.
+_FREE = frozenset({Kind.RECV_F, Kind.RECV_B, Kind.IF, Kind.W})
 _TORCHS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 
 
@@ -24,6 +27,17 @@ class OfMicrobatch(Protocol):
     def __call__(self, i: int, /) -> None:
         """Do it for microbatch `i`."""
         ...
+
+
+class Half(StrEnum):
+    """An action that the lists of a schedule do not have.
+
+    [Note: barriers in two halves] A barrier gathers, computes and reduces. C1 starts the gather, and the host goes on
+    with what waits for no other rank; before anything else it does the rest. Later would be too late: a rank that
+    waits for a hidden state, its own sum not begun, may wait for one who waits for that sum.
+    """
+
+    C1 = "C1-"
 
 
 def check_torch() -> None:
@@ -45,14 +59,14 @@ class Dispatch(_PipelineScheduleRuntime):
     Args:
         schedule: With its communication; `validate` has let it through.
         stages: This rank's.
-        ours: The passes of the vocabulary and their transfers.
+        ours: The passes of the vocabulary and their transfers; the second half of C1 among them.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         stages: Sequence[LayersStage | EmbeddingStage | HeadStage],
-        ours: Mapping[Kind, OfMicrobatch],
+        ours: Mapping[Kind | Half, OfMicrobatch],
     ) -> None:
         super().__init__(stages=list(stages), n_microbatches=schedule.num_microbatches, scale_grads=False)
         self._schedule = schedule
@@ -77,10 +91,16 @@ class Dispatch(_PipelineScheduleRuntime):
 
 
 def _lower(schedule: Schedule, rank: int) -> Iterator[_Action]:
-    """Yield the actions of `rank` as torch's, those of the ends of the pipeline among them."""
+    """Yield the actions of `rank` as torch's, those of the ends of the pipeline and second halves among them."""
     last = schedule.num_stages - 1
+    halves: list[_Action] = []
     for action in schedule.ranks[rank]:
         stage, kind, i = action
+        if kind not in _FREE:
+            yield from halves
+            halves.clear()
+        if kind is Kind.C1:
+            halves.append(_Action(stage + 1, Half.C1, i))  # type: ignore[arg-type]
         if kind is Kind.F and stage == 0:
             yield _Action(0, _ComputationType.FORWARD, i)
         if kind is schedule.backward and stage == last:
@@ -90,6 +110,7 @@ def _lower(schedule: Schedule, rank: int) -> Iterator[_Action]:
             yield _Action(last + 2, _ComputationType.FORWARD, i)
         if kind is schedule.backward and stage == 0:
             yield _Action(0, _ComputationType.FULL_BACKWARD, i)
+    yield from halves
 
 
 def _of_torch(action: Action) -> _Action:

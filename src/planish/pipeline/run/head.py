@@ -33,6 +33,7 @@ class SharedHead:
         self._channel, self._root, self._flow = channel, root, flow
         self._arriving: dict[int, tuple[Tensor, dist.Work | None]] = {}
         self._scans: dict[int, Scan] = {}
+        self._meeting: dict[int, tuple[Scan, Tensor, dist.Work | None]] = {}
         self._known: dict[int, tuple[Tokens, TokenStatistics]] = {}
         self._shares: dict[int, Tensor] = {}
         self._tokens: dict[int, Tokens] = {}
@@ -62,22 +63,32 @@ class SharedHead:
             self._scans[i] = s_pass(self._head, hidden)
 
     def meet(self, i: int) -> None:
-        """C1: start to gather the statistics. See [Note: barriers in two halves]."""
+        """C1, the first half: start to gather the statistics."""
         scan, channel = self._scans.pop(i), self._channel
         gathered = scan.statistics.new_empty(channel.size, *scan.statistics.shape)
         if channel.size == 1:
             gathered = scan.statistics.unsqueeze(0)
-        work = channel.gather(gathered, scan.statistics)
+        self._meeting[i] = scan, gathered, channel.gather(gathered, scan.statistics)
 
-        def close() -> None:
-            wait(work)
-            self._close(i, scan, combine_shards(gathered, self._head.statistics(labelled=self._flow.labelled)))
-
-        channel.then(close)
+    def part(self, i: int) -> None:
+        """C1, the second half: what all shards say, and in Vocab-2 the start of the gradient's sum."""
+        scan, gathered, work = self._meeting.pop(i)
+        wait(work)
+        whole, flow = combine_shards(gathered, self._head.statistics(labelled=self._flow.labelled)), self._flow
+        if not flow.labelled:
+            assert whole.argmax is not None
+            self.likely[i] = whole.argmax.view(flow.batches[i].input_ids.shape)
+            return
+        self.losses[i] = whole.losses(self._head.objective).sum()
+        if flow.training:
+            self._known[i] = scan.tokens, whole
+            if self._channel.rank == self._root:
+                self._tokens[i] = scan.tokens
+            if self._one_barrier:
+                self._reduce(i, rescale(self._head, scan, whole, flow.upstream))
 
     def add_gradient(self, i: int) -> None:
         """T: add the shard's gradients, and in Vocab-1 make its share of the hidden state's."""
-        self._channel.finish()
         tokens, whole = self._known.pop(i)
         weight, bias = self._head.shard.weight, self._head.shard.bias
         share = t_pass(
@@ -98,31 +109,15 @@ class SharedHead:
 
     def gradient(self, i: int) -> Tensor:
         """Return the gradient of the hidden state, [B, S, D], on the last stage's rank."""
-        self._channel.finish()
         share, work = self._reduced.pop(i)
         wait(work)
         return to_tokens(self._tokens.pop(i), share).view(*self._flow.batches[i].input_ids.shape, self._flow.width)
 
     def clear(self) -> None:
         """Forget the step."""
-        kept = self._arriving, self._scans, self._known, self._shares, self._tokens, self._reduced
+        kept = self._arriving, self._scans, self._meeting, self._known, self._shares, self._tokens, self._reduced
         for each in (*kept, self.losses, self.likely):
             each.clear()
-
-    def _close(self, i: int, scan: Scan, whole: TokenStatistics) -> None:
-        """Do the second half of C1."""
-        flow = self._flow
-        if not flow.labelled:
-            assert whole.argmax is not None
-            self.likely[i] = whole.argmax.view(flow.batches[i].input_ids.shape)
-            return
-        self.losses[i] = whole.losses(self._head.objective).sum()
-        if flow.training:
-            self._known[i] = scan.tokens, whole
-            if self._channel.rank == self._root:
-                self._tokens[i] = scan.tokens
-            if self._one_barrier:
-                self._reduce(i, rescale(self._head, scan, whole, flow.upstream))
 
     def _reduce(self, i: int, share: Tensor) -> None:
         work = self._channel.reduce(share, self._root)

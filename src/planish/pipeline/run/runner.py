@@ -19,7 +19,7 @@ from planish.peaks.vocab.shard import Shard, ShardedHead
 from planish.pipeline.actions import Action, Head, Kind
 from planish.pipeline.run.channel import Channel
 from planish.pipeline.run.deferred import Deferred, defer_linears
-from planish.pipeline.run.dispatch import Dispatch, OfMicrobatch, check_torch
+from planish.pipeline.run.dispatch import Dispatch, Half, OfMicrobatch, check_torch
 from planish.pipeline.run.embedding import SharedEmbedding
 from planish.pipeline.run.flow import Flow, Microbatch, StageForward
 from planish.pipeline.run.head import SharedHead
@@ -124,6 +124,10 @@ class PipelineRun:
         self._run(batches, upstream=0.0, training=False, labelled=False)
         return [self._head.likely.pop(i) for i in range(len(batches))]
 
+    def forget_schedules(self) -> None:
+        """Plan anew from the next step on."""
+        self._dispatches.clear()
+
     @torch.no_grad()
     def _run(self, batches: Sequence[Microbatch], *, upstream: float, training: bool, labelled: bool) -> None:
         dispatch = self._dispatch(len(batches), training=training)
@@ -150,7 +154,7 @@ class PipelineRun:
             self._dispatches[size, training] = Dispatch(schedule, self._stages, self._functions())
         return self._dispatches[size, training]
 
-    def _functions(self) -> dict[Kind, OfMicrobatch]:
+    def _functions(self) -> dict[Kind | Half, OfMicrobatch]:
         embedding, head = self._embedding, self._head
         passes = {
             Kind.IF: embedding.look_up,
@@ -163,6 +167,7 @@ class PipelineRun:
             Kind.CIB: embedding.send_back,
             Kind.C0: head.send,
             Kind.C1: head.meet,
+            Half.C1: head.part,
             Kind.C2: head.reduce,
         }
         return {kind: partial(self._watched, kind, does) for kind, does in passes.items()} | transfers

@@ -1,0 +1,68 @@
+"""The schedules of a run: made for what passes are thought to take, and made anew once that was measured."""
+
+from statistics import median
+
+from planish.errors import UsageError
+from planish.methods import Pipeline
+from planish.pipeline.actions import STAGE_PASSES, Action, Head, Kind
+from planish.pipeline.choices import generate
+from planish.pipeline.costs import Costs
+from planish.pipeline.schedule import Schedule
+from planish.pipeline.workload import Workload
+
+Pass = tuple[str, float, float]
+"""An action as text, when it began and when it ended."""
+
+
+class Pace:
+    """What passes take, and the schedule that follows.
+
+    Args:
+        pipeline: The choice.
+        work: What the parts of the model are thought to take.
+        num_ranks: Ranks of the pipeline.
+
+    Raises:
+        UsageError: Fewer layers than stages, or a head that is not shared.
+    """
+
+    def __init__(self, pipeline: Pipeline, work: Workload, num_ranks: int) -> None:
+        head = Head(pipeline.place)
+        if head not in (Head.VOCAB_1, Head.VOCAB_2):
+            raise UsageError(
+                f'a pipeline that runs shares its head: `plan.pipeline.head` must be "vocab-1" or "vocab-2", got '
+                f'"{head}"; leave it out{"" if pipeline.head else ", and choose another `plan.pipeline.method`"}.'
+            )
+        self._pipeline, self._num_ranks = pipeline, num_ranks
+        self.layers = work.spread(num_ranks * pipeline.stages_per_rank, head)
+        self.costs = work.costs(self.layers, head, num_ranks)
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Return the schedule of a step."""
+        return generate(self._pipeline, num_ranks=self._num_ranks, num_microbatches=num_microbatches, costs=self.costs)
+
+    def measured(self, passes: list[list[Pass]]) -> None:
+        """Take what passes took from what the ranks saw; transfers keep their share of a forward.
+
+        Args:
+            passes: Of each rank, the same list on all ranks, so that all make the same schedules.
+        """
+        seconds: dict[tuple[int, Kind], list[float]] = {}
+        for each in passes:
+            for word, start, end in each:
+                stage, kind, _ = Action.parse(word)
+                seconds.setdefault((stage, kind), []).append(end - start)
+        rows = {
+            kind: tuple(median(seconds.get((i, kind), [old])) for i, old in enumerate(row))
+            for kind, row in self.costs.passes.items()
+        }
+        if not {kind for _, kind in seconds} & STAGE_PASSES:
+            return
+        unit = sum(rows[Kind.F]) / sum(self.costs.passes[Kind.F])
+        unmeasured = {Kind.B, Kind.I, Kind.W} - {kind for _, kind in seconds}
+        rows |= {kind: tuple(unit * each for each in self.costs.passes[kind]) for kind in unmeasured}
+        self.costs = Costs(
+            passes=rows,
+            send=unit * self.costs.send,
+            collectives={kind: unit * each for kind, each in self.costs.collectives.items()},
+        )

@@ -1,0 +1,90 @@
+"""The weights of a pipeline's ranks, brought to rank 0 a layer at a time."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from planish.comm.world import World
+from planish.train.spread import reduced
+
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+
+
+def layer_of(name: str) -> str:
+    """Return the path of the layer that a weight is in; "" for one beside the layers."""
+    found = _LAYER.match(name)
+    return found.group(1) if found else ""
+
+
+def outlines(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Return the tensors of all ranks of a pipeline without their data, on every rank; elsewhere `tensors` themselves.
+
+    Communication: one all-gather of names and shapes, in a pipeline.
+    """
+    if world.pipeline is None:
+        return dict(tensors)
+    mine = {name: (list(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()}
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for rank in world.gather(mine)
+        for name, (shape, dtype) in rank.items()
+    }
+
+
+class Collected:
+    """Groups of weights, whole: those of a layer together, each other weight alone; on rank 0, and empty elsewhere.
+
+    All ranks iterate together.
+
+    Memory:        one group, on rank 0.
+    Communication: each weight goes once to rank 0.
+
+    Args:
+        weights: This rank's; rows of a shared one as a DTensor.
+        world: The ranks of a pipeline.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], world: World) -> None:
+        self._weights, self._world = weights, world
+        self._outlines = outlines(weights, world)
+        holders: dict[str, list[int]] = {}
+        for rank, names in enumerate(world.gather(list(weights))):
+            for name in names:
+                holders.setdefault(name, []).append(rank)
+        self._holders = holders
+        self._groups: dict[str, list[str]] = {}
+        for name in sorted(holders, key=_naturally):
+            self._groups.setdefault(layer_of(name) or name, []).append(name)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for names in self._groups.values():
+            brought = {name: self._bring(name) for name in names}
+            yield {name: each for name, each in brought.items() if each is not None}
+
+    def _bring(self, name: str) -> Tensor | None:
+        """Return a weight on rank 0; elsewhere do what that takes."""
+        here, world = self._weights.get(name), self._world
+        if isinstance(here, DTensor):
+            whole = reduced(here)
+            return whole if world.leads else None
+        owner = self._holders[name][0]
+        if world.leads and here is None:
+            here = torch.empty_like(self._outlines[name], device=world.mesh.device_type)
+            dist.recv(here, owner)
+        elif world.rank == owner and not world.leads:
+            assert here is not None
+            dist.send(here.detach().contiguous(), 0)
+        return here if world.leads else None
+
+
+def _naturally(name: str) -> list[Any]:
+    """Return what sorts names with their numbers as numbers; those without any first."""
+    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,166 @@
+"""A model that the stages of a pipeline train: built for one rank, asked like a model that is whole."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planish.comm.world import World
+from planish.data.batch import Batch
+from planish.memory.book import Phase
+from planish.memory.ledger import Ledger
+from planish.methods import Blocked, Packed, Pipeline, Plain, Plan
+from planish.models.anatomy import Anatomy
+from planish.models.load import text_config
+from planish.models.split import StageView
+from planish.peaks.vocab.inputs import Options
+from planish.peaks.vocab.shard import Shard, ShardedHead
+from planish.pipeline.actions import Action, Kind
+from planish.pipeline.run.flow import Flow
+from planish.pipeline.run.pace import Pace, Pass
+from planish.pipeline.run.runner import Parts, PipelineRun, StageLayers
+from planish.pipeline.workload import Workload
+from planish.train.stages import Cut, cut
+
+_PHASES: dict[Kind, Phase] = {
+    Kind.IF: "forward",
+    Kind.F: "forward",
+    Kind.S: "head",
+    Kind.T: "head",
+    Kind.B: "backward",
+    Kind.I: "backward",
+    Kind.W: "backward",
+    Kind.IB: "backward",
+}
+# Steps whose passes are measured, after a first one that is never like the others.
+_MEASURED_STEP = 2
+
+
+class Staged:
+    """One rank's stages. All ranks call the same methods with the same batches.
+
+    Args:
+        part: What this rank holds, with the plan's methods in place.
+        pace: Makes the schedules.
+        plan: One method per peak.
+        ledger: Counts, by the phase of each pass.
+        world: The ranks of the pipeline.
+    """
+
+    def __init__(self, part: Cut, pace: Pace, plan: Plan, ledger: Ledger, world: World) -> None:
+        assert world.pipeline is not None
+        assert isinstance(plan.vocab, Blocked)
+        self._part, self._pace, self._ledger, self._world = part, pace, ledger, world
+        self._passes: list[Pass] = []
+        self._steps = 0
+        anatomy, decoder = part.anatomy, part.decoder
+        packed = isinstance(plan.attention, Packed)
+        views = [StageView(decoder, layers, packed=packed) for layers in part.layers]
+        shape = {"start": min(part.rows.start, part.vocab_size), "vocab_size": part.vocab_size}
+        self._flow = Flow(
+            width=anatomy.hidden_size, dtype=anatomy.model.dtype, device=anatomy.model.device, watch=self._watch
+        )
+        parts = Parts(
+            stages=[StageLayers(forward=view, modules=view.modules) for view in views],
+            embedding=Shard(weight=decoder.embedding.weight, **shape),
+            padding_idx=decoder.embedding.padding_idx,
+            head=ShardedHead(
+                shard=Shard(weight=anatomy.weight, bias=anatomy.head.bias, **shape),
+                options=Options(
+                    ignore_index=-100,
+                    logit_scale=anatomy.logit_scale,
+                    softcap=anatomy.softcap,
+                    tile_bytes=plan.vocab.tile_bytes,
+                ),
+            ),
+        )
+        self._run = PipelineRun(
+            pace.schedule, parts, self._flow, group=world.pipeline.get_group(), vocabulary_group=dist.new_group()
+        )
+
+    def step(self, batches: Sequence[Batch], *, upstream: float) -> Tensor:
+        """Add the gradients of `batches` to this rank's parameters; return each one's summed loss, [m], as all ranks.
+
+        Args:
+            batches: From `Engine.take`.
+            upstream: One over the tokens that count in the whole step.
+        """
+        self._passes.clear()
+        with self._ledger.phase("forward"):
+            losses = self._run.step(batches, upstream=upstream)
+        for name, param in self._part.anatomy.model.named_parameters():
+            if param.grad is not None:
+                self._ledger.adopt(param.grad, "gradients", owner=name)
+        self._steps += 1
+        if self._steps == _MEASURED_STEP:
+            self._pace.measured(self.passes())
+            self._run.forget_schedules()
+        return losses
+
+    def losses(self, batches: Sequence[Batch]) -> Tensor:
+        """Return each batch's summed loss, [m]; the same bits on every rank."""
+        return self._run.losses(batches)
+
+    def passes(self) -> list[list[Pass]]:
+        """Return what each rank did in the last step, by rank. Communication: one all-gather."""
+        return self._world.gather(self._passes)
+
+    def sharded(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what belongs to parameter `name`, of a shared one as a part of all ranks' rows."""
+        param = self._part.shared.get(name)
+        return tensor if param is None or param.shape != tensor.shape else self._part.sharded(tensor)
+
+    @contextmanager
+    def _watch(self, action: Action) -> Iterator[None]:
+        """Count a pass in its phase, and note when it ran."""
+        self._settle()
+        start = time.perf_counter()
+        with self._ledger.phase(_PHASES[action.kind]) if self._flow.training else nullcontext():
+            yield
+        self._settle()
+        if self._flow.training:
+            self._passes.append((str(action), start, time.perf_counter()))
+
+    def _settle(self) -> None:
+        """Wait for a GPU in a step that is measured."""
+        if self._steps + 1 == _MEASURED_STEP and self._flow.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def divide(anatomy: Anatomy, plan: Plan, world: World) -> tuple[Cut, Pace]:
+    """Return this rank's part of a model, and the pace at which its stages run.
+
+    Layers go to stages such that the largest stage multiplies least, counted by the weights that a token meets.
+
+    Args:
+        anatomy: Of the whole model; only rank 0 needs to hold its weights.
+        plan: One method per peak.
+        world: The ranks of the pipeline.
+
+    Raises:
+        UsageError: Fewer layers than stages, or a model that stages cannot divide.
+    """
+    pipeline = plan.pipeline or Pipeline()
+    pace = Pace(pipeline, _work(anatomy, plan), world.size)
+    return cut(anatomy, pace.layers, pace.schedule(1).stage_ranks, world), pace
+
+
+def _work(anatomy: Anatomy, plan: Plan) -> Workload:
+    """Return what layers and head multiply, by the weights that a token meets."""
+    config = text_config(anatomy.model.config)
+    top_k = getattr(config, "num_experts_per_tok", None) or 1
+    numbers = [
+        sum(each.numel() * (top_k / len(each) if each.ndim == 3 else 1) for each in layer.parameters())
+        for layer in anatomy.layers.values()
+    ]
+    mean = sum(numbers) / len(numbers)
+    return Workload(
+        layers=len(numbers),
+        microbatches=1,
+        layer_backward=2.0 if isinstance(plan.boundary, Plain) else 3.0,
+        head=anatomy.weight.numel() / mean,
+        shares=tuple(each / mean for each in numbers),
+    )

@@ -1,0 +1,141 @@
+"""A loaded model cut for one rank of a pipeline: its layers, its rows of the vocabulary, everything else gone."""
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from planish.comm.world import World
+from planish.models.anatomy import Anatomy, find
+from planish.models.split import Decoder, keep_layers, keep_rows, open_decoder
+from planish.peaks.vocab.shard import shard_ranges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """One rank's part of a model.
+
+    Attributes:
+        anatomy: What is left of the model.
+        decoder: Where its parts are.
+        layers: Those of each stage here, first ones first.
+        rows: Those of the vocabulary that are here.
+        vocab_size: All of them.
+        mesh: The ranks.
+    """
+
+    anatomy: Anatomy
+    decoder: Decoder
+    layers: tuple[range, ...]
+    rows: slice
+    vocab_size: int
+    mesh: DeviceMesh
+
+    def sharded(self, tensor: Tensor) -> Tensor:
+        """Return this rank's rows, of a weight or of what the optimizer keeps of it, as a part of the whole's rows."""
+        shape = torch.Size((self.vocab_size, *tensor.shape[1:]))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(tensor, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    @property
+    def shared(self) -> dict[str, nn.Parameter]:
+        """The parameters of which every rank has rows, by name."""
+        owners = {id(each) for module in (self.decoder.embedding, self.anatomy.head) for each in module.parameters()}
+        return {name: each for name, each in self.anatomy.model.named_parameters() if id(each) in owners}
+
+
+def cut(anatomy: Anatomy, counts: tuple[int, ...], stage_ranks: tuple[int, ...], world: World) -> Cut:
+    """Return this rank's part of a model that rank 0 holds whole, and the others without weights.
+
+    Memory:        rank 0 the whole model until each weight is where it belongs; the others their part.
+    Communication: each weight goes once from rank 0 to its rank, or its rows to all.
+
+    Args:
+        anatomy: Of the whole model; what another rank has is gone afterwards.
+        counts: Layers of each stage.
+        stage_ranks: The rank of each stage.
+        world: The ranks of the pipeline.
+
+    Raises:
+        UsageError: A model that stages cannot divide.
+    """
+    assert world.pipeline is not None
+    decoder, model, last = open_decoder(anatomy), anatomy.model, stage_ranks[-1]
+    ranges = [range(*each) for each in pairwise(accumulate(counts, initial=0))]
+    mine = [each for each, rank in zip(ranges, stage_ranks, strict=True) if rank == world.rank]
+    owner_of_layer = {
+        name: stage_ranks[next(stage for stage, each in enumerate(ranges) if i in each)]
+        for i, name in enumerate(anatomy.layers)
+    }
+    vocab_size = len(anatomy.weight)
+    rows = shard_ranges(vocab_size, world.size)
+    device = torch.device(world.pipeline.device_type)
+    whole = {name: each.detach() for name, each in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    shared = {id(each) for module in (decoder.embedding, anatomy.head) for each in module.parameters()}
+    owners = {
+        name: None if id(param) in shared else _owner(name, owner_of_layer, last)
+        for name, param in model.named_parameters()
+    }
+    keep_rows(anatomy, decoder.embedding, rows[world.rank], whole=device)
+    keep_layers(decoder, [i for each in mine for i in each], norm=world.rank == last)
+    if not world.leads:
+        model.to_empty(device=device)
+    _deal(model, whole, buffers, owners, rows, world)
+    found = Cut(
+        anatomy=find(model),
+        decoder=decoder,
+        layers=tuple(mine),
+        rows=rows[world.rank],
+        vocab_size=vocab_size,
+        mesh=world.pipeline,
+    )
+    for module in (decoder.embedding, anatomy.head):
+        module.register_state_dict_post_hook(_as_shards(found))
+    return found
+
+
+def _owner(name: str, owner_of_layer: dict[str, int], last: int) -> int:
+    return next((rank for layer, rank in owner_of_layer.items() if name.startswith(f"{layer}.")), last)
+
+
+@torch.no_grad()
+def _deal(
+    model: nn.Module,
+    whole: dict[str, Tensor],
+    buffers: dict[str, Tensor],
+    owners: dict[str, int | None],
+    rows: tuple[slice, ...],
+    world: World,
+) -> None:
+    """Bring each weight from rank 0 to its owner, the rows of a shared one to all, and every buffer to all."""
+    here = dict(model.named_parameters())
+    for name, owner in owners.items():
+        tensor = whole.pop(name)
+        for rank in range(world.size) if owner is None else (owner,):
+            part = tensor[rows[rank]] if owner is None else tensor
+            if world.leads and rank != 0 and part.numel():
+                dist.send(part.contiguous(), rank)
+            elif world.rank == rank and rank != 0 and part.numel():
+                dist.recv(here[name], 0)
+    kept = dict(model.named_buffers())
+    for name, buffer in buffers.items():
+        data = torch.empty_like(buffer, device=world.mesh.device_type) if buffer.is_meta else buffer
+        dist.broadcast(data, 0)
+        if name in kept:
+            kept[name].copy_(data)
+
+
+def _as_shards(part: Cut):  # noqa: ANN202 - torch's hook
+    """Return the hook that shows this rank's rows in a state dict as what they are: rows of the whole."""
+
+    def hook(module: nn.Module, state: dict[str, Tensor], prefix: str, _: object) -> None:
+        for name, param in module.named_parameters(recurse=False):
+            if f"{prefix}{name}" in state:
+                state[f"{prefix}{name}"] = part.sharded(param.detach())
+
+    return hook

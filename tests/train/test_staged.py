@@ -1,0 +1,76 @@
+"""Pipelines in training: the numbers of one process for any family, checkpoints for any number of stages."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from planish.comm.world import ALONE
+from planish.sections import MeshSection
+from train.rank_steps import next_losses, train_and_save, train_in_float64
+
+FAST = ["llama", "qwen3-moe", "gemma2"]
+OTHERS = ["mistral", "qwen3", "mixtral", "qwen2-moe", "olmoe", "deepseek-v3", "glm4-moe", "gpt-oss", "nemotron-h"]
+OTHERS += ["gemma3", "granite", "cohere", "nemotron"]
+LAYERS = {"num_hidden_layers": 4}
+OF_FAMILY = {
+    "nemotron-h": {"layers_block_type": ["attention", "moe", "attention", "moe"], "num_hidden_layers": 4},
+    "deepseek-v3": {**LAYERS, "first_k_dense_replace": 2},
+}
+
+
+def compare(run_of, tiny_model, tiny_tokenizer, ranks, family, pp, method, *settings):
+    """Train three steps on one process and over `pp` stages; every number must be the same."""
+    config = OF_FAMILY.get(family, LAYERS)
+    settings = [("train.grad_accum", 4), ("plan.dispatch", "pipelined"), *settings]
+    chosen = [*settings, ("mesh.pp", pp), ("plan.pipeline", method)]
+    one, many = (
+        run_of(family, None, *settings, **config),
+        run_of(family, None, *chosen, **config),
+    )
+
+    def model():
+        return tiny_model(family, dtype=torch.float64, **config)
+
+    expected, weights = train_in_float64(one, model(), tiny_tokenizer, ALONE)
+    seen = set()
+    for found, found_weights in ranks(lambda world: train_in_float64(many, model(), tiny_tokenizer, world), pp=pp):
+        for before, now in zip(expected, found, strict=True):
+            assert now == pytest.approx(before, rel=1e-12)
+        for name, weight in found_weights.items():
+            assert torch.allclose(weight, weights[name], rtol=1e-10, atol=1e-12), name
+            seen.add(name)
+    assert seen == set(weights)
+
+
+@pytest.mark.parametrize("family", FAST)
+@pytest.mark.parametrize(("pp", "method"), [(2, "v-half"), (3, "1f1b")])
+def test_stages_compute_what_one_process_computes(run_of, tiny_model, tiny_tokenizer, ranks, family, pp, method):
+    compare(run_of, tiny_model, tiny_tokenizer, ranks, family, pp, method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHERS)
+def test_any_family_is_divided(run_of, tiny_model, tiny_tokenizer, ranks, family):
+    compare(run_of, tiny_model, tiny_tokenizer, ranks, family, 2, "v-half")
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "fp32"), ("qwen3-moe", "bf16")])
+def test_a_checkpoint_goes_on_over_any_number_of_stages(run_of, ranks, text_file, family, dtype):
+    settings = [("model.dtype", dtype), ("data.eval", [str(text_file)]), ("data.eval_tokens", 16 * 7)]
+    settings += [("train.grad_accum", 3), ("plan.dispatch", "pipelined")]
+    first = run_of(family, {"pp": 4}, *settings, **LAYERS)
+    later = [dataclasses.replace(first, mesh=MeshSection(dp=1, pp=pp)) for pp in (4, 2, 1)]
+    later = [dataclasses.replace(run, train=dataclasses.replace(run.train, steps=5)) for run in later]
+    ranks(lambda world: train_and_save(first, world), pp=4)
+    folder = first.save.dir / "checkpoints" / "step-00000003"
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert all(torch.isfinite(each).all() for each in model.parameters())
+    four, two = (ranks(lambda world, run=run: next_losses(run, world), pp=run.mesh.pp) for run in later[:2])
+    [one] = ranks(lambda world: next_losses(later[2], world))
+    assert len(set(four)) == len(set(two)) == 1  # every rank reports the same
+    unit = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    for found in (four[0], two[0]):
+        assert found == pytest.approx(one, rel=4 * torch.finfo(unit).eps)
