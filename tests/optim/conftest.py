@@ -38,4 +38,5 @@ def far(tmp_path):
         "disk": small | {"disk": 2**21, "folder": tmp_path},
         "both": small | {"host": 2**15, "disk": 2**21, "folder": tmp_path},
         "through slots": small | {"engine": "device"},
+        "half in place": small | {"engine": "hybrid", "cpu_share": 0.5},
     }

@@ -8,7 +8,7 @@ from torch import nn
 
 from planish.optim import StreamAdamW
 
-PLACES = ["host", "disk", "both", "through slots"]
+PLACES = ["host", "disk", "both", "through slots", "half in place"]
 OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 

@@ -27,7 +27,9 @@ def weight(*shape, dtype=torch.float32, device="cpu"):
 
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: StreamAdamW([weight(4)], math="numpy"), '`math` must be "torch" or "fused", got \'numpy\''),
-    (lambda: StreamAdamW([weight(4)], engine="gpu"), '`engine` must be "auto", "cpu" or "device"'),
+    (lambda: StreamAdamW([weight(4)], engine="gpu"), '`engine` must be "auto", "cpu", "device" or "hybrid"'),
+    (lambda: StreamAdamW([weight(4)], cpu_share=0.5), '`cpu_share` is for `engine` = "hybrid", got \'auto\''),
+    (lambda: StreamAdamW([weight(4)], engine="hybrid", cpu_share=2.0), r"`cpu_share` must be in \[0, 1\], got 2.0"),
     (lambda: StreamAdamW([weight(4)], slots=0), "`slots` must be 1 or more, got 0"),
     (lambda: StreamAdamW([weight(4)], chunk_bytes=4096), r"`chunk_bytes` \(4096\) must .* 8192 is the least"),
     (lambda: StreamAdamW([weight(4)], lr=-1.0), "`lr` of group 0 must be 0 or more, got -1.0"),

@@ -10,7 +10,7 @@ from planish.optim import StreamAdamW
 from planish.peaks.optim.adamw import AdamW
 
 OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-PLACES = ["host", "disk", "both", "through slots"]
+PLACES = ["host", "disk", "both", "through slots", "half in place"]
 
 
 def equal(ones, others):
@@ -174,3 +174,24 @@ def test_a_foreign_state_is_refused_and_changes_nothing(drawn, far, change, mess
         optimizer.load_state_dict(foreign)
     after = optimizer.state_dict()
     assert all(equal(before["state"][index].values(), after["state"][index].values()) for index in range(len(params)))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.75, 1.0])
+def test_the_split_of_a_hybrid_is_measured_once_and_saved(drawn, far, share):
+    """Chunks that stay are spread evenly; a resumed run splits as the saved one, whatever it would measure itself."""
+    ours, theirs = drawn.parameters(torch.bfloat16), drawn.parameters(torch.bfloat16)
+    small = {"chunk_bytes": far["host"]["chunk_bytes"], "slots": 2}
+    measured = StreamAdamW(ours, engine="hybrid", **OPTIONS, **small)
+    assert 0 < measured.cpu_share < 1
+    first = StreamAdamW(ours, engine="hybrid", cpu_share=share, **OPTIONS, **small)
+    staying = [chunk.resident is not None for chunk in first._shelves[0].chunks]
+    assert sum(staying) == int(share * len(staying))
+    take(first, ours, drawn.gradients(1, torch.bfloat16))
+    measured.load_state_dict(first.state_dict())
+    assert measured.cpu_share == share
+    assert [chunk.resident is not None for chunk in measured._shelves[0].chunks] == staying
+    reference = AdamW(theirs, **OPTIONS)
+    take(measured, ours, drawn.gradients(2, torch.bfloat16))
+    for step in (1, 2):
+        take(reference, theirs, drawn.gradients(step, torch.bfloat16))
+    assert equal(ours, theirs)

@@ -13,6 +13,7 @@ from torch import Tensor
 from planish.errors import WorldFailed
 from planish.memory.far import FarTier, Traffic
 from planish.peaks.optim.stream_backward import InBackward
+from planish.peaks.optim.stream_hybrid import measured_share, split
 from planish.peaks.optim.stream_layout import (
     Arrays,
     Chunk,
@@ -25,12 +26,11 @@ from planish.peaks.optim.stream_layout import (
     interleave,
     require_one_device,
 )
+from planish.peaks.optim.stream_options import TORCH_OPTIONS, check_choices, check_group
 from planish.peaks.optim.stream_slots import Slots
 from planish.peaks.optim.stream_state import FarTensor, check_saved, load
 from planish.peaks.optim.stream_update import Due, Math, update
 from planish.price.stream import CHUNK_BYTES, SLOTS, Kept
-
-_TORCH = {"foreach": None, "fused": None, "capturable": False, "differentiable": False, "decoupled_weight_decay": True}
 
 
 class StreamAdamW(torch.optim.Optimizer):
@@ -77,8 +77,12 @@ class StreamAdamW(torch.optim.Optimizer):
         cached: Let the system keep the file's pages in memory that nobody else wants.
         chunk_bytes: Largest chunk of state.
         slots: Chunks on their way at once; three keep all lanes busy.
-        engine: "cpu" updates on the CPU, "device" where the parameters are; "auto" where the parameters are. On a CPU
-            "device" streams from host memory through slots all the same, at a loss.
+        engine: Where state on the host is updated: "cpu" there, "device" where the parameters are, "hybrid" a share of
+            the chunks here and the others there, "auto" where the parameters are. On a CPU "device" streams from host
+            memory through slots all the same, at a loss. State on the disk is updated where the parameters are, but
+            with "cpu".
+        cpu_share: With "hybrid", the share that the CPU updates; default: as both are fast, measured now. It is saved
+            with the state and is the saved one after loading, since two devices may round differently.
 
     Raises:
         ValueError: An option or parameter that does not fit; budgets that do not hold the state, with what would.
@@ -114,8 +118,9 @@ class StreamAdamW(torch.optim.Optimizer):
         chunk_bytes: int = CHUNK_BYTES,
         slots: int = SLOTS,
         engine: Engine = "auto",
+        cpu_share: float | None = None,
     ) -> None:
-        _check_choices(math=math, slots=slots, engine=engine)
+        check_choices(math=math, slots=slots, engine=engine, cpu_share=cpu_share)
         self._math = math
         self._far = FarOptions(
             host=host, disk=disk, folder=folder, cached=cached, chunk_bytes=chunk_bytes, slots=slots, engine=engine
@@ -126,6 +131,7 @@ class StreamAdamW(torch.optim.Optimizer):
         self._slots: Slots | None = None
         self._scratch: Tensor | None = None
         self._half = self._begun = False
+        self.cpu_share = cpu_share
         self._closing: weakref.finalize | None = None
         defaults = {
             "lr": lr,
@@ -136,7 +142,7 @@ class StreamAdamW(torch.optim.Optimizer):
             "maximize": maximize,
             "master": master,
         }
-        super().__init__(params, defaults | _TORCH)
+        super().__init__(params, defaults | TORCH_OPTIONS)
         self._closing = weakref.finalize(self, _close, self._shelves)
         self._take_in(0)
 
@@ -227,6 +233,8 @@ class StreamAdamW(torch.optim.Optimizer):
             index: {name: each.read() if isinstance(each, FarTensor) else each.clone() for name, each in state.items()}
             for index, state in saved["state"].items()
         }
+        if self.cpu_share is not None:
+            saved["cpu_share"] = self.cpu_share
         for group in saved["param_groups"]:
             group["fused"] = True if self._math == "fused" else None  # so that torch goes on in the same arithmetic
         return saved
@@ -245,6 +253,10 @@ class StreamAdamW(torch.optim.Optimizer):
         slots = self._slots_at_work()
         slots.abandon()
         self._half = True
+        if self._far.engine == "hybrid" and "cpu_share" in state_dict:
+            self.cpu_share = state_dict["cpu_share"]
+            for shelf in self._shelves:
+                split(shelf.chunks, state_dict["cpu_share"])
         load(state_dict, self.param_groups, self.state, self.chunks, slots)
         self._half = False
 
@@ -265,7 +277,7 @@ class StreamAdamW(torch.optim.Optimizer):
         """Take memory for the state of the groups from `first_group` on."""
         kinds: dict[tuple[Kept, torch.dtype], list[Flat]] = {}
         for index, group in enumerate(self.param_groups[first_group:], first_group):
-            _check_group(group, index)
+            check_group(group, index)
             for number, param in enumerate(group["params"]):
                 if param.requires_grad:
                     flat = Flat.of(param, f"parameter {number} of group {index}")
@@ -279,7 +291,14 @@ class StreamAdamW(torch.optim.Optimizer):
         shelf = build_shelf(kinds, device, self._far.less(self._shelves))
         self._shelves.append(shelf)
         self._size_staging(torch.device("cpu") if self._far.engine == "cpu" else device)
+        if self._far.engine == "hybrid":
+            self._share_out(shelf, device)
         self._index(shelf, kinds)
+
+    def _share_out(self, shelf: Shelf, device: torch.device) -> None:
+        if self.cpu_share is None and shelf.placement.host_bytes:
+            self.cpu_share = measured_share(shelf.chunks[0], device)
+        split(shelf.chunks, self.cpu_share or 0.0)
 
     def _size_staging(self, device: torch.device) -> None:
         placements = [shelf.placement for shelf in self._shelves]
@@ -369,26 +388,3 @@ def _close(shelves: list[Shelf]) -> None:
     for shelf in shelves:
         for tier in shelf.tiers:
             tier.close()
-
-
-def _check_choices(*, math: str, slots: int, engine: str) -> None:
-    if math not in ("torch", "fused"):
-        raise ValueError(f'`math` must be "torch" or "fused", got {math!r}.')
-    if engine not in ("auto", "cpu", "device"):
-        raise ValueError(f'`engine` must be "auto", "cpu" or "device", got {engine!r}.')
-    if slots < 1:
-        raise ValueError(f"`slots` must be 1 or more, got {slots}; 3 keep all lanes busy.")
-
-
-def _check_group(group: Mapping[str, Any], index: int) -> None:
-    for name, usual in _TORCH.items():
-        if group[name] != usual:
-            raise ValueError(
-                f"`{name}` of group {index} is {group[name]!r}, which StreamAdamW does not know; leave it out"
-                f"{' and set `math`' if name in ('foreach', 'fused') else ''}."
-            )
-    for name in ("lr", "eps", "weight_decay"):
-        if not group[name] >= 0:
-            raise ValueError(f"`{name}` of group {index} must be 0 or more, got {group[name]}.")
-    if not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ValueError(f"`betas` of group {index} must be in [0, 1), got {group['betas']}.")

@@ -19,7 +19,7 @@ from planish.peaks.optim.apollo_shard import to_local
 from planish.price.stream import Kept, Placement, grains, place
 
 Arrays = dict[str, Tensor]
-Engine = Literal["auto", "cpu", "device"]
+Engine = Literal["auto", "cpu", "device", "hybrid"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

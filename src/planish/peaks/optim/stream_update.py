@@ -117,8 +117,9 @@ def _grad(grad: Tensor, piece: Piece, device: torch.device, scratch: Tensor | No
     part = grad[piece.outside]
     if scratch is None:
         return part.to(device)
-    wide = scratch[piece.inside]
-    return wide.copy_(part)
+    if scratch.device != device:
+        return part.to(device, scratch.dtype)
+    return scratch[piece.inside].copy_(part)
 
 
 def _counter(step: Tensor, device: torch.device, math: Math) -> Tensor:
