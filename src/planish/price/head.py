@@ -61,6 +61,8 @@ def _blocked(head: HeadShape, tokens: int, num_valid: int, method: Blocked) -> H
             bias_dtype=dtype if head.biased else None,
             capped=head.softcapped,
             grads=grads,
+            filtered=method.gradient_filter is not None,
+            ordered=method.filter_order,
         )
         tiling = choose_tiling(sizes, tile_bytes=method.tile_bytes, strategy=method.strategy)
         found.append((tiling, cross_entropy_phases(sizes, tiling, num_valid=num_valid)))

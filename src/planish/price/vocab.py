@@ -34,6 +34,9 @@ CUDA_STRIP = 2**23
 CACHED_BYTES = 2**24
 """Bytes of a tile that is computed again, on a CPU: a larger one multiplies no faster and falls out of the cache."""
 
+FILTER_BLOCK = 128
+"""Columns that a gradient filter keeps or skips together, as many as are multiplied at full speed."""
+
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 
 Buffers = dict[str, tuple[tuple[int, ...], str]]
@@ -74,6 +77,8 @@ class Head:
         adapter: Rank of what is added to the weight, which is then frozen: hidden_size is so much wider than the
             weight, and "weight" among `grads` is the adapter's second matrix [vocab_size, adapter].
         adapter_dtype: Of that matrix.
+        filtered: Whether a gradient filter looks at the derivatives.
+        ordered: Whether it brings those that pass together.
         device: Type of the device; on "cuda" products of narrow numbers come out wide, and so does the tile.
     """
 
@@ -89,6 +94,8 @@ class Head:
     grads: frozenset[str] = frozenset({"hidden", "weight"})
     adapter: int = 0
     adapter_dtype: str | None = None
+    filtered: bool = False
+    ordered: bool = False
     device: str = "cpu"
 
     @property
@@ -144,10 +151,7 @@ class Tiling:
     sweeps: int = 1
 
     def products(self, head: Head) -> int:
-        """Return how often valid tokens x vocabulary x width is multiplied, forward and backward together.
-
-        What an adapter's thin matrix takes is not counted.
-        """
+        """Return how often valid tokens x vocabulary x width is multiplied, both passes; thin products do not count."""
         again = self.sweeps if head.grads and not self.keeps_tiles else 0
         return 1 + again + len(head.grads & ({"hidden"} if head.adapter else {"hidden", "weight"}))
 
@@ -196,6 +200,10 @@ class Tiling:
             buffers["column_sums"] = ((columns,), wide)
         if "hidden" in head.grads and not self.sums_hidden(head):
             buffers["row_grads"] = ((self.rows, width), wide)
+        if head.filtered:
+            buffers["column_tops"] = ((2, round_up(columns, FILTER_BLOCK)), head.product_dtype)
+        if head.ordered and "hidden" in head.grads:
+            buffers |= {"kept": ((self.rows, columns), compute), "kept_weight": ((columns, width), compute)}
         if self.turns_weight(head):
             buffers["turned_rows"] = ((width, self.rows), compute)
             buffers["column_grads"] = ((width, columns), compute if self.rows >= head.tokens else wide)

@@ -14,9 +14,10 @@ from planish.memory.far import FarTier
 from planish.memory.ledger import Ledger
 from planish.methods import Packed, Plan
 from planish.models.anatomy import Anatomy, find
-from planish.models.head import HeadLoss, head_loss
+from planish.models.head import HeadLoss, filter_of, head_loss
 from planish.models.install import install
 from planish.peaks.activation.keep import Keeper
+from planish.peaks.vocab.filter import GradientFilter
 from planish.train.facts import Facts
 from planish.train.routing import Routing
 from planish.train.spread import Spread
@@ -35,6 +36,7 @@ class Engine:
         ledger: Counts every byte.
         facts: Reads numbers out of tensors.
         keepers: What keeps the activations of each feed-forward network that packs them.
+        gradient_filter: What leaves part of the head's gradients out, where the plan has one.
         routing: What the routers did, where experts are pipelined.
         tiers: Far memory that the plan's methods use.
         world: The ranks that train together.
@@ -49,6 +51,7 @@ class Engine:
     ledger: Ledger
     facts: Facts
     keepers: Mapping[str, Keeper]
+    gradient_filter: GradientFilter | None
     routing: Routing
     tiers: tuple[FarTier, ...]
     world: World = ALONE
@@ -152,14 +155,16 @@ def build_engine(
             scope.callback(installed.undo)
         scope.enter_context(ledger.watch(model, head=anatomy.head))
         _label_boundaries(anatomy, ledger, scope)
+    gradient_filter = filter_of(plan.vocab)
     engine = Engine(
         device=model.device,
         anatomy=anatomy,
-        head=head_loss(anatomy, plan.vocab, group=vocab),
+        head=head_loss(anatomy, plan.vocab, group=vocab, gradient_filter=gradient_filter),
         packed=isinstance(plan.attention, Packed),
         ledger=ledger,
         facts=facts,
         keepers=installed.keepers,
+        gradient_filter=gradient_filter,
         routing=routing,
         tiers=installed.tiers,
         world=world,

@@ -21,6 +21,7 @@ from planish.memory.ledger import Ledger
 from planish.memory.meter import ProcessMeter
 from planish.models.load import run_device
 from planish.peaks.activation.keep import summary
+from planish.peaks.vocab.filter import skipped
 from planish.price.processor import has_products
 from planish.report.page import write_page
 from planish.report.read import read_run
@@ -210,6 +211,7 @@ class _Records:
                 "memory/vm_hwm_bytes": self._world.max(reading.resident_peak_bytes),
                 **report.routing,
                 **summary(self._job.engine.keepers),
+                **skipped(self._job.engine.gradient_filter),
             }
             | self._far()
         )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from planish.peaks.vocab.filter import Kept
 from planish.peaks.vocab.task import Task
 from planish.peaks.vocab.tile import Slopes, turned
 from planish.peaks.vocab.tiles import Tiles
@@ -147,11 +148,11 @@ def _derive_in_forward(
     slopes = objective.slopes(lse, task.head.vocab_size, weights)
     for _, columns in task.column_groups():
         tile = tiles.at(rows, columns)[: len(lse)]
-        tiles.derive(tile, group, columns, lse, slopes, grads.bias)
+        kept = tiles.derive(tile, group, columns, lse, slopes, grads.bias)
         if grads.weight is not None:
-            tiles.add_weight_grad(grads.weight[columns], tile, rows, fresh=group.start == 0)
+            tiles.add_weight_grad(grads.weight[columns], tile, rows, fresh=group.start == 0, kept=kept)
         if grads.hidden is not None:
-            tiles.add_hidden_grad(work.row_grads[: len(tile)], tile, columns)
+            tiles.add_hidden_grad(work.row_grads[: len(tile)], tile, columns, kept=kept)
     if grads.hidden is not None:
         task.scatter(work, work.row_grads[: len(lse)], grads.hidden, group)
     losses = objective.loss(row["nll"], lse, row.get("mean"))
@@ -274,17 +275,25 @@ class WeightBlock:
             total = work.column_grads.view(-1)[: grad.numel()].view(-1, columns)
         return cls(tiles=tiles, grad=grad, total=total)
 
-    def add(self, tile: Tensor, rows: Tensor, *, fresh: bool) -> None:
+    def add(self, tile: Tensor, rows: Tensor, *, fresh: bool, kept: Kept | None = None) -> None:
         """Add the share of a tile of derivatives; the first one is set."""
         if self.tiles.work.turned_rows is None:
-            self.tiles.add_weight_grad(self.total, tile, rows, fresh=fresh)
+            self.tiles.add_weight_grad(self.total, tile, rows, fresh=fresh, kept=kept)
         else:
-            self.tiles.add_turned_grad(self.total, tile, turned(self.tiles.work, rows), fresh=fresh)
+            self.tiles.add_turned_grad(self.total, tile, turned(self.tiles.work, rows), fresh=fresh, kept=kept)
 
     def round(self) -> None:
         """Write what grew to its place."""
         if self.total is not self.grad:
             self.grad.copy_(self.total if self.tiles.work.turned_rows is None else self.total.t())
+
+
+class Derived(NamedTuple):
+    """A tile of derivatives by logits, the hidden states of its rows, and what a gradient filter lets pass."""
+
+    rows: Tensor
+    tile: Tensor
+    kept: Kept | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,7 +303,7 @@ class TileSweep(ABC):
     tiles: Tiles
 
     @abstractmethod
-    def derive(self, group: slice, columns: slice, d_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def derive(self, group: slice, columns: slice, d_bias: Tensor | None) -> Derived:
         """Return the hidden states of `group` and the derivative by its logits; add the latter up in `d_bias`."""
 
     def run(self) -> Gradients:
@@ -319,10 +328,10 @@ class TileSweep(ABC):
         for _, columns in task.column_groups():
             block = WeightBlock.begin(tiles, d_weight[columns])
             for group in task.row_groups():
-                rows, tile = self.derive(group, columns, d_bias)
-                block.add(tile, rows, fresh=group.start == 0)
+                derived = self.derive(group, columns, d_bias)
+                block.add(derived.tile, derived.rows, fresh=group.start == 0, kept=derived.kept)
                 if hidden_sum is not None:
-                    self._grow(hidden_sum, index, tile, group, columns)
+                    self._grow(hidden_sum, index, derived, group, columns)
             if task.num_valid:
                 block.round()
         if hidden_sum is not d_hidden:
@@ -334,21 +343,23 @@ class TileSweep(ABC):
         tiles, task, work = self.tiles, self.tiles.task, self.tiles.work
         for group in task.row_groups():
             for _, columns in task.column_groups():
-                _, tile = self.derive(group, columns, d_bias)
+                derived = self.derive(group, columns, d_bias)
                 if d_hidden is not None:
-                    tiles.add_hidden_grad(work.row_grads[: len(tile)], tile, columns)
+                    total = work.row_grads[: len(derived.tile)]
+                    tiles.add_hidden_grad(total, derived.tile, columns, kept=derived.kept)
             if d_hidden is not None:
-                task.scatter(work, work.row_grads[: len(tile)], d_hidden, group)
+                task.scatter(work, total, d_hidden, group)
 
-    def _grow(self, total: Tensor, index: Tensor | None, tile: Tensor, group: slice, columns: slice) -> None:
-        """Add the share of `tile` to `total`, at the rows of `group` or, through `index`, at its tokens."""
+    def _grow(self, total: Tensor, index: Tensor | None, derived: Derived, group: slice, columns: slice) -> None:
+        """Add the share of a tile to `total`, at the rows of `group` or, through `index`, at its tokens."""
+        tile, kept = derived.tile, derived.kept
         if index is None:
-            self.tiles.add_hidden_grad(total[group], tile, columns)
+            self.tiles.add_hidden_grad(total[group], tile, columns, kept=kept)
             return
         row_grads = self.tiles.work.row_grads[: len(tile)]
         if columns.start > 0:
             torch.index_select(total, 0, index[group], out=row_grads)
-        self.tiles.add_hidden_grad(row_grads, tile, columns)
+        self.tiles.add_hidden_grad(row_grads, tile, columns, kept=kept)
         total.index_copy_(0, index[group], row_grads)
 
 
@@ -360,13 +371,14 @@ class Sweep(TileSweep):
     entropy: Tensor | None
     upstream: Upstream
 
-    def derive(self, group: slice, columns: slice, d_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def derive(self, group: slice, columns: slice, d_bias: Tensor | None) -> Derived:
         """Return the hidden states of `group` and the derivative by its logits; add the latter up in `d_bias`."""
         tiles = self.tiles
         rows = tiles.load(group)
         tile = tiles.logits(rows, columns)[: group.stop - group.start]
-        tiles.derive(tile, group, columns, tiles.task.rows_of(self.lse, group), self._slopes(group), d_bias)
-        return rows, tile
+        lse = tiles.task.rows_of(self.lse, group)
+        kept = tiles.derive(tile, group, columns, lse, self._slopes(group), d_bias)
+        return Derived(rows=rows, tile=tile, kept=kept)
 
     def _slopes(self, group: slice) -> Slopes:
         """Return the derivatives by the statistics of each token of `group`, logit_scale included."""

@@ -26,6 +26,8 @@ def each_token(
         raise ValueError(
             '`strategy` "gradients-in-forward" cannot be traced by `torch.compile`; use "recompute" or "auto".'
         )
+    if options.gradient_filter is not None:
+        raise ValueError("`gradient_filter` decides by data, which `torch.compile` cannot trace; leave it out.")
     check(hidden, weight, target, bias, several=several)
     hidden, second = (hidden, None) if adapter is None else join(hidden, weight, adapter)
     compute = compute_dtype(hidden, weight, logits_dtype=options.logits_dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from planish.peaks.vocab.filter import GradientFilter
 from planish.peaks.vocab.task import Task
 from planish.price.processor import product_dtype
 from planish.price.vocab import Head, choose_tiling
@@ -33,6 +34,7 @@ class Options:
     tile_bytes: int | None = None
     strategy: Strategy = "auto"
     num_valid: int | None = None
+    gradient_filter: GradientFilter | None = None
 
     def __post_init__(self) -> None:
         if not 0 < abs(self.logit_scale) < math.inf:
@@ -265,6 +267,7 @@ def lay_out(  # noqa: PLR0913
         num_valid=num_valid,
         logit_scale=options.logit_scale,
         softcap=options.softcap,
+        gradient_filter=options.gradient_filter,
     )
     return Prepared(flat, weight, bias, classes, task, adapter)
 
@@ -294,6 +297,8 @@ def describe(
         grads=grads,
         adapter=0 if adapter is None else adapter.shape[1],
         adapter_dtype=None if adapter is None else _name(adapter.dtype),
+        filtered=options.gradient_filter is not None,
+        ordered=options.gradient_filter is not None and options.gradient_filter.ordered,
         device=weight.device.type,
     )
 

@@ -18,8 +18,8 @@ from planish.peaks.vocab.inputs import (
     needing,
     warn_if_above,
 )
-from planish.peaks.vocab.losses import Reduction, check_reduction, reduce
 from planish.peaks.vocab.pair import Operands, PairSweep, PairTask, PairTiles
+from planish.peaks.vocab.reduction import Reduction, check_reduction, reduce
 from planish.peaks.vocab.task import Task
 from planish.price.vocab_pair import Divergence, Pair, Side, choose_pair_tiling
 

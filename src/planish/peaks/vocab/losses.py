@@ -16,10 +16,18 @@ from planish.peaks.vocab.blocked import (
     statistics,
     weights_of,
 )
+from planish.peaks.vocab.filter import GradientFilter
 from planish.peaks.vocab.inputs import Adapter, LogitsDtype, Options, Prepared, Strategy, prepare
+from planish.peaks.vocab.reduction import (
+    Reduction,
+    check_reduction,
+    check_weights,
+    divisor_of,
+    num_tokens,
+    reduce,
+)
 
 Statistic = Literal["nll", "lse", "entropy", "argmax"]
-Reduction = Literal["mean", "sum", "none"]
 
 
 class LogProb(NamedTuple):
@@ -148,6 +156,7 @@ def linear_cross_entropy(  # noqa: PLR0913
     tile_bytes: int | None = None,
     strategy: Strategy = "auto",
     num_valid: int | None = None,
+    gradient_filter: GradientFilter | None = None,
 ) -> Tensor:
     """Return the cross-entropy of a linear head without its logits.
 
@@ -160,7 +169,8 @@ def linear_cross_entropy(  # noqa: PLR0913
         a token, and sums a narrower hidden's gradient in float32 (tokens x D x 4 bytes, or nothing at a fifth
         product where that is above `tile_bytes`). Besides these, the working buffers stay within `tile_bytes`.
         `class_weight` adds a few numbers a token, `target_probs` a few for each of its targets.
-    Exactness: equal to full logits up to the order of summation; the same bits from run to run.
+    Exactness: equal to full logits up to the order of summation; the same bits from run to run. A `gradient_filter`
+        leaves the loss exact and approximates its gradients.
 
     Args:
         hidden: Hidden states, [..., D].
@@ -187,6 +197,7 @@ def linear_cross_entropy(  # noqa: PLR0913
         strategy: "gradients-in-forward" multiplies three times and can go backward once, "recompute" four or five
             times; "auto" takes the first where its tile has enough rows and its float32 buffer is within `tile_bytes`.
         num_valid: Number of targets that are not ignored, where it is known; it is then not read from a GPU.
+        gradient_filter: Skips products that add next to nothing to the gradients, and counts them: an approximation.
 
     Returns:
         The loss in float32 (float64 for float64).
@@ -207,7 +218,7 @@ def linear_cross_entropy(  # noqa: PLR0913
     """
     objective = objective_of(reduction, divisor, strategy, label_smoothing, z_loss)
     soft = target_probs is not None
-    _check_weights(weight, target, target_probs, class_weight, strategy)
+    check_weights(weight, target, target_probs, class_weight, strategy)
     options = Options(
         ignore_index=ignore_index,
         logit_scale=logit_scale,
@@ -216,18 +227,19 @@ def linear_cross_entropy(  # noqa: PLR0913
         tile_bytes=tile_bytes,
         strategy="recompute" if reduction == "none" or soft else strategy,
         num_valid=num_valid,
+        gradient_filter=gradient_filter,
     )
     how = {"several": soft, "adapter": adapter}
     if torch.compiler.is_compiling():
         found = compiled.each_token(hidden, weight, target, bias, options, wanted=objective.needs, **how)
-        num_valid = _num_tokens(target != ignore_index, several=soft).clamp(min=1)
+        num_valid = num_tokens(target != ignore_index, several=soft).clamp(min=1)
     else:
         prepared = prepare(hidden, weight, target, bias, options, wanted=objective.needs, **how)
         num_valid = max(1, prepared.task.num_valid)
         if prepared.task.tiling.keeps_tiles:
             with torch.autocast(hidden.device.type, enabled=False):
                 total = GradientsInForward.apply(*prepared, objective, class_weight)
-            return reduce(total, reduction, _divisor(divisor, num_valid, target, ignore_index, class_weight))
+            return reduce(total, reduction, divisor_of(divisor, num_valid, target, ignore_index, class_weight))
         found = _each_token(prepared)
     nll = found["nll"] if target_probs is None else (found["nll"] * target_probs.view_as(found["nll"])).sum(1)
     losses = objective.loss(nll, found["lse"], found["mean"])
@@ -235,49 +247,7 @@ def linear_cross_entropy(  # noqa: PLR0913
         losses = losses * weights_of(class_weight, target.reshape(-1)).to(losses.dtype)
     if reduction == "none":
         return losses.reshape(hidden.shape[:-1])
-    return reduce(losses.sum(), reduction, _divisor(divisor, num_valid, target, ignore_index, class_weight))
-
-
-def _num_tokens(valid: Tensor, *, several: bool) -> Tensor:
-    """Return how many tokens have a valid target."""
-    return (valid.any(-1) if several else valid).sum()
-
-
-def _check_weights(
-    weight: Tensor, target: Tensor, target_probs: Tensor | None, class_weight: Tensor | None, strategy: str
-) -> None:
-    """Refuse weights of classes or of targets that do not fit."""
-    if target_probs is not None and target_probs.shape != target.shape:
-        raise ValueError(
-            f"`target_probs` must have the shape of `target`, {list(target.shape)}, got {list(target_probs.shape)}."
-        )
-    if target_probs is not None and strategy == "gradients-in-forward":
-        raise ValueError(
-            '`strategy` "gradients-in-forward" knows one target a token; use "recompute" with `target_probs`.'
-        )
-    if class_weight is None:
-        return
-    if target_probs is not None:
-        raise ValueError("`class_weight` and `target_probs` exclude each other; multiply the probabilities by weights.")
-    if class_weight.shape != weight.shape[:1] or class_weight.requires_grad:
-        raise ValueError(
-            f"`class_weight` must be {len(weight)} numbers without gradient, one a class, got shape "
-            f"{list(class_weight.shape)}{', with gradient' if class_weight.requires_grad else ''}."
-        )
-
-
-def _divisor(
-    divisor: float | Tensor | None,
-    num_valid: int | Tensor,
-    target: Tensor,
-    ignore_index: int,
-    class_weight: Tensor | None,
-) -> float | Tensor:
-    """Return what "mean" divides by: the divisor, else the number of valid tokens or the sum of their weights."""
-    if divisor is not None or class_weight is None:
-        return num_valid if divisor is None else divisor
-    total = weights_of(class_weight, target).masked_fill(target == ignore_index, 0.0).sum()
-    return total.masked_fill(total == 0, 1.0)
+    return reduce(losses.sum(), reduction, divisor_of(divisor, num_valid, target, ignore_index, class_weight))
 
 
 class LinearCrossEntropy(torch.nn.Module):
@@ -375,21 +345,6 @@ def objective_of(
     if not 0 <= z_loss < math.inf:
         raise ValueError(f"`z_loss` must be at least 0, got {z_loss}.")
     return Objective(label_smoothing=label_smoothing, z_loss=z_loss)
-
-
-def check_reduction(reduction: str, divisor: float | Tensor | None) -> None:
-    """Refuse a reduction that does not exist, and a divisor out of range or without effect."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'`reduction` must be "mean", "sum" or "none", got {reduction!r}.')
-    if divisor is not None and reduction != "mean":
-        raise ValueError(f'`divisor` has no effect with reduction="{reduction}"; use reduction="mean".')
-    if isinstance(divisor, int | float) and not 0 < divisor < math.inf:
-        raise ValueError(f"`divisor` must be above 0, got {divisor}.")
-
-
-def reduce(total: Tensor, reduction: str, divisor: float | Tensor) -> Tensor:
-    """Return the sum as it is, or divided for "mean"."""
-    return total if reduction == "sum" else total / divisor
 
 
 def _each_token(prepared: Prepared) -> dict[str, Tensor | None]:

@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from planish.peaks.vocab.blocked import TileSweep
+from planish.peaks.vocab.blocked import Derived, TileSweep
 from planish.peaks.vocab.task import Task
 from planish.peaks.vocab.tile import FAR_BELOW, FLOOR, LOG2E, Workspace, canonical, combine, fold, narrowed, pick
 from planish.peaks.vocab.tiles import Tiles
@@ -242,7 +242,7 @@ class PairSweep(TileSweep):
     by_kl: Tensor
     by_nll: Tensor | None
 
-    def derive(self, group: slice, columns: slice, d_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def derive(self, group: slice, columns: slice, d_bias: Tensor | None) -> Derived:
         """See `TileSweep`."""
         own, other = self.tiles, self.pair.teacher if self.side == "student" else self.pair.student
         rows, count = own.load(group), group.stop - group.start
@@ -261,7 +261,7 @@ class PairSweep(TileSweep):
             self._finish(grad, tile[span], None if d_bias is None else d_bias[columns])
         if own.work.narrow is not None:
             narrowed(own.work, tile).copy_(tile)
-        return rows, tile
+        return Derived(rows=rows, tile=tile)
 
     def _by_divergence(self, logits: Tensor, against: Tensor, at: dict[str, Tensor]) -> Tensor:
         """Return the derivative of the divergence by this side's logits, without the temperature."""

@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor, Shard
 from planish.comm.ring import Circle
 from planish.peaks.vocab.blocked import Objective
 from planish.peaks.vocab.inputs import DEFAULT_TILE_BYTES, LogitsDtype, Options, check, compute_dtype
-from planish.peaks.vocab.losses import Reduction, linear_cross_entropy, objective_of, reduce
+from planish.peaks.vocab.losses import linear_cross_entropy, objective_of
+from planish.peaks.vocab.reduction import Reduction, reduce
 from planish.peaks.vocab.ring_call import Agreed, Brought, agree, read_classes
 from planish.peaks.vocab.ring_meet import combine
 from planish.peaks.vocab.ring_modes import Operands, Ring, gradients, statistics

@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from planish.peaks.vocab.filter import GradientFilter
 from planish.peaks.vocab.tile import Workspace
 from planish.price.vocab import Head, Tiling, block_ranges
 
@@ -24,6 +25,7 @@ class Task:
         index: Their positions in order, [num_valid]; None means all tokens, or not looked up yet.
         logit_scale: Multiplies the logits.
         softcap: Caps them.
+        gradient_filter: What leaves part of the gradients out; None is exact.
     """
 
     head: Head
@@ -33,6 +35,7 @@ class Task:
     index: Tensor | None = None
     logit_scale: float = 1.0
     softcap: float | None = None
+    gradient_filter: GradientFilter | None = None
 
     def indexed(self, target: Tensor) -> Self:
         """Return the task with the positions of the valid tokens of `target` looked up."""

@@ -50,6 +50,9 @@ class Workspace:
     part: Tensor | None = None
     narrow: Tensor | None = None
     column_sums: Tensor | None = None
+    column_tops: Tensor | None = None
+    kept: Tensor | None = None
+    kept_weight: Tensor | None = None
     row_grads: Tensor | None = None
     column_grads: Tensor | None = None
     turned_rows: Tensor | None = None
@@ -300,7 +303,7 @@ def accumulate(work: Workspace, total: Tensor, a: Tensor, b: Tensor, *, fresh: b
         if fresh:
             total[start:stop].copy_(part)
             continue
-        if part.dtype == torch.bfloat16 and (kernels := softmax_kernels(part)):
+        if part.dtype == torch.bfloat16 and total.is_contiguous() and (kernels := softmax_kernels(part)):
             kernels.add(total[start:stop], part)
             continue
         if part.dtype != total.dtype:

@@ -6,6 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from planish.peaks.vocab.filter import Kept, brought_together
 from planish.peaks.vocab.task import Task
 from planish.peaks.vocab.tile import Slopes, Workspace, accumulate, combine, differentiate, fill, fold, narrowed, pick
 from planish.price.vocab import BLOCK, ROW_STEP, Pass, round_up
@@ -108,8 +109,12 @@ class Tiles:
 
     def derive(
         self, tile: Tensor, group: slice, columns: slice, lse: Tensor, slopes: Slopes, d_bias: Tensor | None
-    ) -> None:
-        """Overwrite a tile of logits by the derivative of the loss, for the two below; add its sum to `d_bias`."""
+    ) -> Kept | None:
+        """Overwrite a tile of logits by the derivative of the loss, for the three below; add its sum to `d_bias`.
+
+        Returns:
+            What of it the gradient filter lets pass, or None without one.
+        """
         differentiate(
             self.work,
             tile,
@@ -120,20 +125,56 @@ class Tiles:
             softcap=self.task.softcap,
             bias_grad=None if d_bias is None else d_bias[columns],
         )
+        found = self.task.gradient_filter
+        return None if found is None else found.look(self.work, tile, slopes.softmax)
 
-    def add_weight_grad(self, total: Tensor, tile: Tensor, rows: Tensor, *, fresh: bool) -> None:
+    def add_weight_grad(
+        self, total: Tensor, tile: Tensor, rows: Tensor, *, fresh: bool, kept: Kept | None = None
+    ) -> None:
         """Add the share of a tile of derivatives to its columns' gradient of the weight, or set it when `fresh`."""
         rows = rows[: len(tile)] if self.adapter is None else rows[: len(tile), self.weight.shape[1] :]
-        accumulate(self.work, total, narrowed(self.work, tile).t(), rows, fresh=fresh)
+        tile = narrowed(self.work, tile).t()
+        if not self._filters_weight(total, kept, fresh):
+            accumulate(self.work, total, tile, rows, fresh=fresh)
+            return
+        for run in kept.runs:
+            accumulate(self.work, total[run], tile[run], rows, fresh=False)
 
-    def add_turned_grad(self, total: Tensor, tile: Tensor, turned_rows: Tensor, *, fresh: bool) -> None:
+    def add_turned_grad(
+        self, total: Tensor, tile: Tensor, turned_rows: Tensor, *, fresh: bool, kept: Kept | None = None
+    ) -> None:
         """As `add_weight_grad`, for a `total` of [width, columns] and the transposed rows."""
-        accumulate(self.work, total, turned_rows[:, : len(tile)], narrowed(self.work, tile), fresh=fresh)
+        rows, tile = turned_rows[:, : len(tile)], narrowed(self.work, tile)
+        if not self._filters_weight(total, kept, fresh):
+            accumulate(self.work, total, rows, tile, fresh=fresh)
+            return
+        for run in kept.runs:
+            accumulate(self.work, total[:, run], rows, tile[:, run], fresh=False)
 
-    def add_hidden_grad(self, total: Tensor, tile: Tensor, columns: slice, *, fresh: bool = True) -> None:
+    def _filters_weight(self, total: Tensor, kept: Kept | None, fresh: bool) -> bool:
+        """Return whether the gradient of the weight is filtered too, with nothing in a `fresh` one."""
+        if kept is None or not self.task.gradient_filter.weight:
+            return False
+        if fresh:
+            total.zero_()
+        return True
+
+    def add_hidden_grad(
+        self, total: Tensor, tile: Tensor, columns: slice, *, fresh: bool = True, kept: Kept | None = None
+    ) -> None:
         """Add the share of a tile of derivatives to its rows' gradient of hidden, which a `fresh` first tile sets."""
         fresh = fresh and columns.start == 0
-        accumulate(self.work, total, narrowed(self.work, tile), self._weight(columns), fresh=fresh)
+        weight, derivatives = self._weight(columns), narrowed(self.work, tile)
+        if kept is None:
+            accumulate(self.work, total, derivatives, weight, fresh=fresh)
+            return
+        if fresh:
+            total.zero_()
+        if kept.index is None:
+            for run in kept.runs:
+                accumulate(self.work, total, derivatives[:, run], weight[run], fresh=False)
+        elif len(kept.index):
+            accumulate(self.work, total, *brought_together(self.work, tile, weight, kept.index), fresh=False)
 
     def _weight(self, columns: slice) -> Tensor:
         """Return rows of the weight in the compute dtype, the adapter's beside them."""

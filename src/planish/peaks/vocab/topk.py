@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from planish.peaks.vocab.inputs import LogitsDtype
-from planish.peaks.vocab.losses import Reduction, check_reduction, linear_logprob, reduce
+from planish.peaks.vocab.losses import linear_logprob
+from planish.peaks.vocab.reduction import Reduction, check_reduction, reduce
 from planish.price.vocab_pair import Divergence
 
 
