@@ -4,11 +4,11 @@ import json
 import os
 import struct
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
@@ -96,11 +96,14 @@ def write_safetensors(
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in names:
-            pieces = far[name].pieces() if name in far else [reduced(tensors[name].detach()).cpu().contiguous()]
-            for piece in pieces:
-                file.write(piece.cpu().reshape(-1).view(torch.uint8).numpy())
+            _write(file, far[name].pieces() if name in far else [reduced(tensors[name].detach())])
         file.flush()
         os.fsync(file.fileno())
+
+
+def _write(file: IO[bytes], pieces: Iterable[Tensor]) -> None:
+    for piece in pieces:
+        file.write(piece.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
