@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from planish.cli import demo
+from planish.cli import demo, demo_dispatch
 from planish.cli.main import VERBS, main
 from planish.errors import VerificationFailed
 from planish.runfile import load
@@ -164,6 +164,19 @@ def test_demo_shows_every_method_for_boundaries_with_the_same_bits(model_folder,
     held = re.findall("(.*) held from forward to backward", shown)
     assert len(held) == 3
     assert "losses differ by 0.0e+00" in shown
+
+
+def test_demo_says_what_skew_does_over_ranks(capsys):
+    demo_dispatch._over_ranks()
+    shown = {line.split()[0]: line.split()[1:3] for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert shown["balanced"] == ["1.00", "1.00"]
+    assert shown["95/16"] == ["7.60", "1.01"]
+
+
+@pytest.mark.slow
+def test_demo_shows_experts(capsys):
+    assert main(["demo", "dispatch"]) == 0
+    assert "% less, whatever the router does" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from planish.cli import demo_activation
+from planish.cli import demo_activation, demo_dispatch
 from planish.cli.options import parse_plain
 from planish.decode import method_name, nearest
 from planish.errors import BudgetExceeded, UsageError, VerificationFailed
@@ -33,7 +33,7 @@ class Options:
     """Train SmolLM2-135M on English text at 4,096 tokens, plain and bounded, and compare (minutes on two cores)."""
 
     peak: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="PEAK")] = None
-    """Show one peak alone, in a minute: attention, vocab, boundary, activation or optim."""
+    """Show one peak alone, in a minute: attention, vocab, dispatch, boundary, activation or optim."""
     dir: Path = Path("runs/demo")
     """Run folder; what an earlier demo wrote there is replaced."""
 
@@ -47,13 +47,14 @@ class Outcome:
     peak_phase: str
     seconds: float
     boundary_bytes: int = 0
+    layer_bytes: int = 0
 
 
 def main(words: list[str]) -> int:
     """Run the verb."""
     options = parse_plain(Options, words, verb="demo")
     peaks = [field.name for field in fields(Plan) if getattr(Plan(), field.name) != Plain()]
-    peaks.append("activation")
+    peaks += ["activation", "dispatch"]
     if options.peak is not None and options.peak not in peaks:
         raise UsageError(f"no peak {options.peak!r} to show; {nearest(options.peak, peaks)}")
 
@@ -67,6 +68,8 @@ def main(words: list[str]) -> int:
         _optimizers()
     elif options.peak == "activation":
         demo_activation.show()
+    elif options.peak == "dispatch":
+        demo_dispatch.show(measure)
     elif options.peak == "boundary":
         _boundaries()
     else:
@@ -116,6 +119,7 @@ def measure(run: RunFile, steps: int) -> Outcome:
         boundary_bytes=max(
             peak.categories.get("boundaries", 0) for report in reports for peak in report.memory.phases.values()
         ),
+        layer_bytes=max(report.memory.phases["forward"].categories.get("layer working set", 0) for report in reports),
     )
 
 
