@@ -38,7 +38,7 @@ def test_help_lists_every_setting_with_its_default(verb, capsys):
         assert name in said
     assert "Peak learning rate. (default: 0.0001)" in said
     assert "--plan.vocab METHOD`. (default: blocked)" in said
-    assert 'Bytes of one tile of logits. (default: "64MiB")' in said
+    assert 'inside one product, 64 MiB. (default: "60MiB")' in said
 
 
 @pytest.mark.parametrize("verb", ["generate", "eval", "report", "data"])

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import typing
 from collections.abc import Iterator
+from types import NoneType
 from typing import Any
 
 from planish.decode import default_of, fields_of, is_required, method_name
@@ -38,10 +39,11 @@ def _section(name: str, cls: type) -> Iterator[str]:
 def _plan() -> Iterator[str]:
     """Yield each peak with the methods that bound it and their settings."""
     for peak, (field, methods) in fields_of(Plan).items():
-        default = default_of(field, methods)["method"]
+        default = default_of(field, methods)
+        told = "" if default is None else f" (default: {default['method']})"
         yield ""
-        yield f"[plan.{peak}]  The method for this peak, `--plan.{peak} METHOD`. (default: {default})"
-        for cls in typing.get_args(methods):
+        yield f"[plan.{peak}]  The method for this peak, `--plan.{peak} METHOD`.{told}"
+        for cls in (each for each in typing.get_args(methods) if each is not NoneType):
             yield _line(method_name(cls), _summary(cls))
             yield from _fields(f"plan.{peak}", cls)
 
