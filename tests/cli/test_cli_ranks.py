@@ -1,8 +1,12 @@
 """`planish train` and `planish plan` over ranks: what is refused, by which rank, with which exit code and sentence."""
 
 import json
+import os
 
 import pytest
+
+from planish.errors import UsageError
+from planish.train import fit, job
 
 
 @pytest.fixture
@@ -40,3 +44,28 @@ def test_plan_names_the_ranks(torchrun, words):
     [(code, said, _)] = torchrun(*words("plan", "--mesh.dp", 4, "--memory", "300MiB"), ranks=1)
     assert code == 0
     assert "each of 4 ranks (replicate 1 x dp 4)" in said
+
+
+def test_a_budget_broken_while_running_ends_every_rank_with_4_and_the_table(torchrun, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(fit, "check_fit", lambda *_: None)
+    ended = torchrun(*words("train", "--mesh.dp", 2, "--memory", "500KiB"), ranks=2)
+    assert [code for code, *_ in ended] == [4, 4]
+    assert all("over the budget of 0.5 MiB" in said for *_, said in ended)
+    tables = sorted((tmp_path / "run").glob("budget-exceeded*.txt"))
+    assert all("bytes alive" in table.read_text() for table in tables)
+    assert all(f"The whole table is in {table}" in "".join(said for *_, said in ended) for table in tables)
+    assert [code for code, *_ in torchrun(*words("train", "--mesh.dp", 2, "--overwrite"), ranks=2)] == [0, 0]
+    assert not list((tmp_path / "run").glob("budget-exceeded*.txt"))
+
+
+def test_a_fault_of_one_rank_ends_all_of_them(torchrun, words, tmp_path, monkeypatch):
+    def fails(*_args, **_options):
+        if os.environ["RANK"] == "1":  # noqa: TID251 - as torchrun sets it
+            raise UsageError("this rank has no data.")
+
+    monkeypatch.setattr(job, "open_run_feed", fails)
+    (code, _, said), (other_code, _, other_said) = torchrun(*words("train", "--mesh.dp", 2), ranks=2)
+    assert (code, other_code) == (2, 2)
+    assert said.startswith("planish: rank 1 stopped: this rank has no data.")
+    assert other_said == "planish: this rank has no data.\n"
+    assert not (tmp_path / "run").exists()

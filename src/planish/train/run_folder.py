@@ -14,7 +14,7 @@ from planish.errors import UsageError, WorldFailed
 
 _LOCK = ".lock"
 # What a run writes beside its checkpoints and `run.toml`, which marks a run folder.
-_WRITTEN = ("plan.toml", "plan.json", "metrics.jsonl", "memory.jsonl", "report.html", "budget-exceeded.txt", "latest")
+_WRITTEN = ("plan.toml", "plan.json", "metrics.jsonl", "memory.jsonl", "report.html", "latest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class RunFolder:
             if self.resume:
                 cut_lines(self.metrics, step)
                 cut_lines(self.memory, step)
-                (self.path / "budget-exceeded.txt").unlink(missing_ok=True)
+                self._forget_excess()
             else:
                 self._clear()
             self.checkpoints.mkdir(exist_ok=True)
@@ -94,7 +94,12 @@ class RunFolder:
             _remove_empty(self.made)
         os.close(self.lock)
 
+    def _forget_excess(self) -> None:
+        for table in self.path.glob("budget-exceeded*.txt"):  # a rank's own has its number
+            table.unlink()
+
     def _clear(self) -> None:
+        self._forget_excess()
         for name in _WRITTEN:
             (self.path / name).unlink(missing_ok=True)
         for checkpoint in [*self.checkpoints.glob("step-*"), *self.checkpoints.glob(".step-*")]:

@@ -153,7 +153,9 @@ class _Records:
         try:
             yield
         except (BudgetExceeded, torch.OutOfMemoryError) as error:
-            exceeded, table = as_exceeded(error, self._job.engine.ledger), self._folder.path / "budget-exceeded.txt"
+            exceeded = as_exceeded(error, self._job.engine.ledger)
+            rank = "" if self._world.leads else f".rank-{self._world.rank}"
+            table = self._folder.path / f"budget-exceeded{rank}.txt"
             self.memory_line()
             write_atomically(table, f"{exceeded}\n\n{exceeded.table}\n")
             said = f"{exceeded} {self._kept()} The whole table is in {table}."
