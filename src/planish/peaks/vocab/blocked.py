@@ -374,10 +374,8 @@ class Sweep(TileSweep):
     def derive(self, group: slice, columns: slice, d_bias: Tensor | None) -> Derived:
         """Return the hidden states of `group` and the derivative by its logits; add the latter up in `d_bias`."""
         tiles = self.tiles
-        rows = tiles.load(group)
-        tile = tiles.logits(rows, columns)[: group.stop - group.start]
-        lse = tiles.task.rows_of(self.lse, group)
-        kept = tiles.derive(tile, group, columns, lse, self._slopes(group), d_bias)
+        rows, lse = tiles.load(group), tiles.task.rows_of(self.lse, group)
+        tile, kept = tiles.derive_again(rows, group, columns, lse, self._slopes(group), d_bias)
         return Derived(rows=rows, tile=tile, kept=kept)
 
     def _slopes(self, group: slice) -> Slopes:

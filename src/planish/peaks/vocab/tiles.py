@@ -1,14 +1,27 @@
 """The tiles of one pass over tokens and vocabulary, and what both strategies do with each of them."""
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from planish.kernels.vocab import head_kernels
 from planish.peaks.vocab.filter import Kept, brought_together
 from planish.peaks.vocab.task import Task
-from planish.peaks.vocab.tile import Slopes, Workspace, accumulate, combine, differentiate, fill, fold, narrowed, pick
+from planish.peaks.vocab.tile import (
+    FLOOR,
+    Slopes,
+    Workspace,
+    accumulate,
+    combine,
+    differentiate,
+    fill,
+    fold,
+    narrowed,
+    pick,
+)
 from planish.price.vocab import BLOCK, ROW_STEP, Pass, round_up
 
 
@@ -95,10 +108,26 @@ class Tiles:
         """Return nll and the wanted statistics of each token of `group`, from one tile of logits after the other."""
         count = group.stop - group.start
         target_logit = self.work.strip.new_zeros(count, *self.target.shape[1:])
+        kernels = self.kernels if self.work.folds_plainly else None
         for block, columns in self.task.column_groups():
-            tile = self.logits(rows, columns)[:count]
-            target_logit.add_(pick(tile, self.local_target(group, columns)))
-            fold(self.work, tile, block, keep=self.keeps_exponentials)
+            local = self.local_target(group, columns)
+            if kernels is None:
+                tile = self.logits(rows, columns)[:count]
+                target_logit.add_(pick(tile, local))
+                fold(self.work, tile, block, keep=self.keeps_exponentials)
+            else:
+                target_logit.add_(
+                    kernels.fold(
+                        *self._operands(rows[:count], columns),
+                        local,
+                        self.work.block_max[:count, block:],
+                        self.work.block_sum[:count, block:],
+                        block=BLOCK,
+                        floor=FLOOR,
+                        logit_scale=self.task.logit_scale,
+                        softcap=self.task.softcap,
+                    )
+                )
         found = combine(self.work, count, self.task.head.vocab_size)
         if self.target.dim() == 1:
             found["nll"] = found["lse"] - target_logit
@@ -106,6 +135,40 @@ class Tiles:
             nothing = self.task.rows_of(self.target, group) < 0
             found["nll"] = target_logit.neg_().add_(found["lse"].unsqueeze(1)).masked_fill_(nothing, 0.0)
         return found
+
+    @property
+    def kernels(self) -> ModuleType | None:
+        """Return the kernels that need no tile of logits; None where there are none, or they lack what is asked for."""
+        plain = self.target.dim() == 1 and self.task.gradient_filter is None and self.task.head.wide_dtype == "float32"
+        lies = self.weight.stride(1) == 1 or self.work.cast is not None
+        return head_kernels(self.hidden.device) if plain and lies and not self.task.tiling.keeps_tiles else None
+
+    def _operands(self, rows: Tensor, columns: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what logits are made of."""
+        return rows, self._weight(columns), None if self.bias is None else self.bias[columns]
+
+    def derive_again(
+        self, rows: Tensor, group: slice, columns: slice, lse: Tensor, slopes: Slopes, d_bias: Tensor | None
+    ) -> tuple[Tensor, Kept | None]:
+        """Return a tile of derivatives from `rows` and each one's lse, and what the gradient filter lets pass."""
+        count = group.stop - group.start
+        kernels = self.kernels if slopes.entropy is None and d_bias is None else None
+        if kernels is None:
+            tile = self.logits(rows, columns)[:count]
+            return tile, self.derive(tile, group, columns, lse, slopes, d_bias)
+        tile = self.at(rows, columns)[:count]
+        kernels.derive(
+            *self._operands(rows[:count], columns),
+            self.local_target(group, columns),
+            lse,
+            narrowed(self.work, tile),
+            softmax=slopes.softmax,
+            hit=slopes.target,
+            uniform=slopes.uniform,
+            logit_scale=self.task.logit_scale,
+            softcap=self.task.softcap,
+        )
+        return tile, None
 
     def derive(
         self, tile: Tensor, group: slice, columns: slice, lse: Tensor, slopes: Slopes, d_bias: Tensor | None
