@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
+from torch.utils.checkpoint import checkpoint
 
 from planish import linear_kl
 from planish.memory.ledger import Ledger
@@ -132,6 +133,36 @@ def test_equal_heads_are_exactly_nothing_apart(draw_head, divergence, dtype):
             assert loss.item() == 0
         assert abs(loss.item()) < 1e-6
         assert all(grad.abs().max() < 1e-5 for grad in torch.autograd.grad(loss, head.leaves))
+
+
+@pytest.mark.parametrize("divergence", KINDS)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_inside_a_checkpoint_and_backward_twice(draw_two, divergence, use_reentrant):
+    heads = draw_two(12, 4, 6, 50)
+    _, weight, *teacher = heads.operands
+
+    def loss(hidden):
+        return linear_kl(hidden, weight, *teacher, divergence=divergence)
+
+    checkpoint(loss, heads.student.hidden, use_reentrant=use_reentrant).backward()
+    again = loss(heads.student.hidden)
+    for _ in range(2):
+        [grad, _] = torch.autograd.grad(again, heads.student.leaves, retain_graph=True)
+        assert torch.equal(grad, heads.student.hidden.grad)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(again, heads.student.hidden, create_graph=True)
+
+
+def test_a_traced_graph_is_told_what_to_do(draw_two):
+    heads = draw_two(12, 4, 6, 50)
+    with pytest.raises(Exception, match="wrap it"):
+        torch.compile(heads.loss, fullgraph=True, backend="aot_eager")()
+    wrapped, operands = torch.compiler.disable(linear_kl), [each.detach() for each in heads.operands]
+
+    def twice(*operands):
+        return 2.0 * wrapped(*operands)
+
+    torch.testing.assert_close(torch.compile(twice, backend="aot_eager")(*operands), twice(*operands))
 
 
 @pytest.mark.parametrize("divergence", KINDS)

@@ -173,6 +173,21 @@ def test_torch_rows_of_a_tile_do_not_grow_with_tokens():
         assert tiling.workspace_bytes(head) <= 2**26
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_pytorch_141639_compiles_without_a_break(draw_head, assert_all_close, reduction):
+    head = draw_head(30, 8, 50, ignored=0.3)
+
+    def both(hidden, weight):
+        loss = linear_cross_entropy(hidden, weight, head.target, reduction=reduction).sum()
+        found = linear_logprob(hidden, weight, head.target, want=("nll", "entropy"), temperature=0.7)
+        several = linear_logprob(hidden, weight, head.target.clamp(min=0)[:, None].expand(30, 3))
+        return loss + (found.nll - 0.1 * found.entropy).sum() + several.nll.sum()
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")(head.hidden, head.weight)
+    eager = both(head.hidden, head.weight)
+    assert_all_close([compiled, *head.gradients(compiled)], [eager, *head.gradients(eager)], 1e-10)
+
+
 @both_strategies
 def test_arctic_258_evaluation_modes(draw_head, strategy):
     head = draw_head(30, 4, 40, ignored=0.3)

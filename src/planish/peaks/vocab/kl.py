@@ -108,6 +108,10 @@ def linear_kl(  # noqa: PLR0913
         MiniLLM, arXiv 2306.08543, equation 1 (reverse); Agarwal et al., On-Policy Distillation of Language Models,
         arXiv 2306.13649, equation 1 (the mixture).
     """
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "`linear_kl` cannot be traced by `torch.compile` yet; wrap it: `torch.compiler.disable(planish.linear_kl)`."
+        )
     check_reduction(reduction, divisor)
     _check_settings(divergence, beta, temperature, ce_weight, target)
     options = Options(
@@ -241,8 +245,9 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: Any, by_kl: Tensor, by_nll: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients under per-token upstreams."""
         refuse_second_derivatives()
-        *tensors, target = ctx.saved_tensors[:7]
-        rows = dict(zip(ctx.task.pair.kept, ctx.saved_tensors[7:], strict=True))
+        saved = ctx.saved_tensors  # a checkpoint lets it be read once
+        *tensors, target = saved[:7]
+        rows = dict(zip(ctx.task.pair.kept, saved[7:], strict=True))
         student = _gradients("student", tensors, target, ctx.task, rows, by_kl, by_nll)
         return *student, *_gradients("teacher", tensors, target, ctx.task, rows, by_kl, None), None, None
 

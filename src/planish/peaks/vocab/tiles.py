@@ -110,16 +110,15 @@ class Tiles:
         target_logit = self.work.strip.new_zeros(count, *self.target.shape[1:])
         kernels = self.kernels if self.work.folds_plainly else None
         for block, columns in self.task.column_groups():
-            local = self.local_target(group, columns)
             if kernels is None:
                 tile = self.logits(rows, columns)[:count]
-                target_logit.add_(pick(tile, local))
+                target_logit.add_(pick(tile, self.local_target(group, columns)))
                 fold(self.work, tile, block, keep=self.keeps_exponentials)
             else:
                 target_logit.add_(
                     kernels.fold(
                         *self._operands(rows[:count], columns),
-                        local,
+                        self.local_target(group, columns),
                         self.work.block_max[:count, block:],
                         self.work.block_sum[:count, block:],
                         block=BLOCK,
