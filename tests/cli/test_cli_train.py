@@ -38,7 +38,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gemma2", "gemma3"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16-pure"])
 def test_a_run_leaves_what_the_contract_names(train, tmp_path, text_file, family, dtype):
     code, said = train("--model.dtype", dtype, "--data.eval", text_file, "--data.eval_tokens", 64, family=family)
@@ -69,7 +69,7 @@ def test_an_upcycled_mixture_trains_with_pipelined_experts(train, tmp_path):
     assert model.config.num_local_experts == 4
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "cohere"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "granite", "cohere"])
 def test_tied_capped_and_scaled_heads_train_as_the_plain_one(train, tmp_path, model_folder, family):
     model, losses = model_folder(family), []
     strategies = [("--plan.vocab.strategy", each) for each in ("gradients-in-forward", "recompute")]

@@ -13,7 +13,7 @@ from planish.models.anatomy import find
 from planish.models.head import head_loss
 from planish.models.install import install
 
-FAMILIES = ["llama", "qwen3", "qwen3-moe", "gemma2", "granite", "cohere"]
+FAMILIES = ["llama", "qwen3", "qwen3-moe", "gemma2", "gemma3", "granite", "cohere"]
 SEQUENCE = 24
 
 
