@@ -26,7 +26,16 @@ def test_vm_hwm_is_within_5_percent_of_baseline_and_ledger(tmp_path, tiny_tokeni
     LlamaConfig(**CONFIG).save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     words = ["--model.config", str(folder / "config.json"), "--data.train", str(text_file), "--model.dtype", dtype]
-    words += ["--data.context", "4096", "--train.global_tokens", "16384", "--train.steps", "2"]
+    words += [
+        "--data.context",
+        "4096",
+        "--train.global_tokens",
+        "16384",
+        "--train.steps",
+        "2",
+        "--memory.budget",
+        "8GiB",
+    ]
     subprocess.run(
         [sys.executable, "-m", "planish", "train", *words, "--save.dir", str(tmp_path / "run")],
         check=True, capture_output=True,

@@ -43,7 +43,7 @@ def read_run(path: Path | None, settings: list[tuple[str, Any]]) -> RunFile:
 
 
 def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:
-    """Train `run` in its folder, in one order of summation, with memory handed back to the system as it is freed."""
+    """Train `run` in its folder, in one order of summation; under a budget freed memory goes back to the system."""
     import torch
 
     from planish.cli.progress import RunView
@@ -55,7 +55,8 @@ def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:
     from planish.train.run_folder import follow_run_folder, open_run_folder
     from planish.train.session import run_training
 
-    fix_malloc_thresholds()
+    if run.memory.budget is not None:
+        fix_malloc_thresholds()
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     meter = ProcessMeter(run_device())
