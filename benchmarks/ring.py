@@ -4,8 +4,9 @@ The paper's shape scaled down by 16 in tokens, width and classes (fp32): each of
 12,500 / P rows. Bytes by the ledger on live ranks, operands included; the dense head is one rank's own tokens by the
 whole weight: logits, log-softmax, the target's log-probability, backward. Then: what is left beside operands and
 gradients as N doubles; bytes given to torch.distributed in each mode beside their formula; CPU seconds of four ranks
-together beside those of one process on the tokens of all four, by tiles of as many bytes, taking turns. The paper's own
-size is priced; on these ranks the price is what the ledger measures.
+together, taking turns with the same ranks each on its own tokens by the whole weight, which is the same work without a
+hop, and with one process on the tokens of all four, all by tiles of as many bytes. The paper's own size is priced; on
+these ranks the price is what the ledger measures.
 """
 
 import argparse
@@ -140,29 +141,33 @@ def measure_traffic(group: dist.ProcessGroup, *, tokens: int, mode: str) -> tupl
 
 
 def measure_times(group: dist.ProcessGroup, *, tokens: int, tile_bytes: int, rounds: int) -> dict[str, list[Any]]:
-    """Return (wall, CPU) seconds of each round of the ring on this rank, and on rank 0 of one process alone."""
+    """Return (wall, CPU) seconds of each round on this rank, by variant; that of one process on rank 0 alone."""
     torch.set_num_threads(1)
     rank, size = group.rank(), group.size()
-    operands = draw(tokens, shard_ranges(VOCAB, size)[rank])
+    operands, whole = draw(tokens, shard_ranges(VOCAB, size)[rank]), draw(tokens, slice(0, VOCAB))
     variants = {"ring": _ring(group, operands, tile_bytes=tile_bytes)}
+    for strategy in ("auto", "recompute"):
+        variants[f"each rank by itself, {strategy}"] = _local(whole, tile_bytes, strategy)
     if rank == 0:
-        whole = draw(tokens * size, slice(0, VOCAB))
+        everything = draw(tokens * size, slice(0, VOCAB))
         for strategy in ("auto", "recompute"):
-            variants[f"one process, {strategy}"] = lambda strategy=strategy: linear_cross_entropy(
-                *whole, reduction="sum", tile_bytes=tile_bytes, strategy=strategy
-            )
+            variants[f"one process, {strategy}"] = _local(everything, tile_bytes, strategy)
     taken: dict[str, list[Any]] = {name: [] for name in variants}
     for number in range(rounds + 1):
         for name, step in variants.items():
-            if name == "ring":
+            if not name.startswith("one process"):
                 dist.barrier(group)
             wall, cpu = time.perf_counter(), time.process_time()
             step().backward()
             if number:
                 taken[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-            for each in operands[:2]:
+            for each in (*operands[:2], *whole[:2], *(everything[:2] if rank == 0 else ())):
                 each.grad = None
     return taken
+
+
+def _local(operands: tuple[Tensor, Tensor, Tensor], tile_bytes: int, strategy: Any) -> Callable[[], Tensor]:
+    return lambda: linear_cross_entropy(*operands, reduction="sum", tile_bytes=tile_bytes, strategy=strategy)
 
 
 def _ring(
@@ -274,8 +279,7 @@ def times(rounds: int) -> dict[str, Any]:
         chosen = choose_tiling(head, tile_bytes=tile_bytes)
         found[f"tile_bytes={tile_bytes}"] = {
             **cases,
-            "ring_over_recompute": medians["ring"] / medians["one process, recompute"],
-            "ring_over_auto": medians["ring"] / medians["one process, auto"],
+            "ring_over": {name: medians["ring"] / each for name, each in medians.items() if name != "ring"},
             "auto": chosen.strategy,
             "one_process_bytes": cross_entropy_phases(head, chosen).backward,
         }
@@ -283,18 +287,18 @@ def times(rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print and write the result."""
+    """Measure, print and write a result for each part."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--part", choices=("memory", "growth", "traffic", "times"), nargs="*")
+    parser.add_argument("--part", choices=("memory", "growth", "traffic", "times"), nargs="*", help="default: all four")
     args = parser.parse_args()
     parts = {"memory": memory, "growth": growth, "traffic": traffic, "times": lambda: times(args.rounds)}
-    figures = {name: run() for name, run in parts.items() if args.part is None or name in args.part}
-    for name, found in figures.items():
-        for case, each in found.items():
-            print(name, case, each)
-    if args.part is None:
-        print(write_result("ring", figures, seed=SEED))
+    for name, run in parts.items():
+        if args.part is None or name in args.part:
+            found = run()
+            for case, each in found.items():
+                print(name, case, each)
+            print(write_result(f"ring_{name}", found, seed=SEED))
 
 
 if __name__ == "__main__":
