@@ -90,6 +90,11 @@ class RunFile:
                 "`plan.optim.in_backward` updates a weight before replicas have exchanged its gradient; set "
                 "`mesh.replicate = 1`, and shard by `mesh.dp`."
             )
+        if isinstance(method, Apollo) and 1 < self.mesh.ep < self.mesh.size:
+            raise ValueError(
+                f"`plan.optim` = apollo takes weights that are split one way, and with `mesh.ep` ({self.mesh.ep}) on "
+                f"{self.mesh.size} ranks the copies of experts are split too; set `mesh.ep = {self.mesh.size}`."
+            )
         if isinstance(method, Apollo) and method.weights == "int8" and self.mesh.size > 1:
             raise ValueError("`plan.optim.weights` = int8 is for one rank; leave it out, and shard by `mesh.dp`.")
 

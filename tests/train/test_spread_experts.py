@@ -25,6 +25,13 @@ BLOCKS = [("plan.dispatch.block_rows", 13)]
 SHARED, COPIED, REPLICATED = {"dp": 3, "ep": 3}, {"dp": 4, "ep": 2}, {"replicate": 2, "dp": 2, "ep": 2}
 SIX = {"num_experts": 6}
 ROUTED_IN_FLOAT32 = ("deepseek-v3", "glm4-moe", "nemotron-h")  # whatever the model's dtype
+BESIDE = {  # other methods with experts over ranks
+    "ring": ({"dp": 2, "ep": 2, "vp": 2}, [("plan.vocab", "ring")]),
+    "streamed": ({"dp": 2, "ep": 2}, [("plan.optim.method", "stream-adamw"), ("plan.optim.disk", "64MiB")]),
+    "offloaded": ({"dp": 2, "ep": 2}, [("plan.boundary.method", "offload"), ("plan.boundary.disk", "4MiB")]),
+    "kept": ({"dp": 2, "ep": 2}, [("plan.boundary.method", "checkpoint"), ("plan.boundary.keep_attention", True)]),
+    "apollo": ({"dp": 2, "ep": 2}, [("plan.optim", "apollo")]),
+}
 FAST = [("mixtral", SHARED, {}), ("qwen3-moe", COPIED, SIX), ("gpt-oss", {"dp": 2, "ep": 2}, {})]
 SLOW = [
     ("qwen3-moe", {"dp": 4, "ep": 4}, SIX),  # two, two, two and none
@@ -60,6 +67,24 @@ def test_experts_over_ranks_are_those_of_one_process(run_of, tiny_model, tiny_to
         for name, weight in weights.items():
             atol = 1e-5 if loose else 1e-12
             assert torch.allclose(found_weights[name], weight, rtol=1e-10, atol=atol), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", BESIDE)
+def test_experts_over_ranks_beside_other_methods(run_of, tiny_model, tiny_tokenizer, ranks, beside):
+    mesh, settings = BESIDE[beside]
+    alone = settings if beside == "apollo" else []
+    one, many = run_of("mixtral", None, *PIPELINED, *alone), run_of("mixtral", mesh, *PIPELINED, *BLOCKS, *settings)
+
+    def model():
+        return tiny_model("mixtral", dtype=torch.float64)
+
+    expected, weights = train_in_float64(one, model(), tiny_tokenizer, ALONE)
+    for found, found_weights in ranks(lambda world: train_in_float64(many, model(), tiny_tokenizer, world), **mesh):
+        for before, now in zip(expected, found, strict=True):
+            assert now == pytest.approx(before, rel=1e-9)
+        for name, weight in weights.items():
+            assert torch.allclose(found_weights[name], weight, rtol=1e-8, atol=1e-9), name
 
 
 def test_router_logits_and_their_loss_are_those_of_the_rows(run_of, tiny_model, tiny_tokenizer, ranks):
@@ -163,6 +188,7 @@ def test_a_rank_that_fails_inside_a_layer_ends_the_others(run_of, tiny_model, ti
     ([("mesh.dp", 2), ("mesh.ep", 2)], "`plan.dispatch` = pipelined alone can run; set it"),
     ([("mesh.dp", 4), ("mesh.ep", 3), *PIPELINED], r"`mesh.ep` \(3\) must divide `mesh.dp` \(4\); one of 1, 2, 4."),
     ([("plan.dispatch.method", "pipelined"), ("plan.dispatch.borrow", -1)], "must be 0 or more, got -1"),
+    ([("mesh.dp", 4), ("mesh.ep", 2), *PIPELINED, ("plan.optim", "apollo")], "set `mesh.ep = 4`"),
 ])  # fmt: skip
 def test_settings_that_cannot_be_are_refused(run_of, settings, words):
     with pytest.raises(UsageError, match=words):
