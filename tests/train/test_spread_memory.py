@@ -76,3 +76,11 @@ def test_a_dry_run_is_the_ledger_of_the_first_rank_and_no_less_than_that_of_othe
                 assert found.peak_bytes - real.peak_bytes <= scalars, phase
                 if not scalars:
                     assert found.categories == real.categories, phase
+
+
+def test_a_process_may_answer_again(model_folder, text_file):
+    """DTensor knew the mesh of the first answer, and FSDP2 asked for that of the second."""
+    base = [("model.from", str(model_folder("mixtral"))), ("data.train", str(text_file)), ("data.context", 64)]
+    run = load(None, [*base, *PIPELINED, ("mesh.dp", 4), ("mesh.ep", 2)])
+    first, second = run_in_child(lambda: [dry_run(run).peak_bytes for _ in range(2)])
+    assert first == second

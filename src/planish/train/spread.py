@@ -193,6 +193,7 @@ def _spread_experts(anatomy: Anatomy, mesh: DeviceMesh, policy: MixedPrecisionPo
         return Shard(found[0])
 
     for module in modules:
+        mesh = next(module.parameters()).device_mesh  # FSDP2 wants the very object; DTensor may know an equal one
         fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, dp_mesh_dims=axes)
     return set()
 
