@@ -1,6 +1,7 @@
 """Pipelines in training: the numbers of one process for any family, checkpoints for any number of stages."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -74,3 +75,39 @@ def test_a_checkpoint_goes_on_over_any_number_of_stages(run_of, ranks, text_file
     unit = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     for found in (four[0], two[0]):
         assert found == pytest.approx(one, rel=4 * torch.finfo(unit).eps)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_run_repeats_bit_for_bit_whatever_passes_took(run_of, ranks, tmp_path, tied):
+    settings = [("model.dtype", "bf16"), ("train.grad_accum", 3), ("train.steps", 6), ("train.global_tokens", 48)]
+    run = run_of("llama", {"pp": 2}, *settings, tie_word_embeddings=tied)
+    seen = []
+    for name in ("first", "second"):
+        again = dataclasses.replace(run, save=dataclasses.replace(run.save, dir=tmp_path / name))
+        ranks(lambda world, again=again: train_and_save(again, world), pp=2)
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        seen.append([(each["loss"].hex(), each["grad_norm"].hex()) for each in map(json.loads, lines)])
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            [("mesh.pp", 2), ("plan.boundary", {"method": "offload", "host": "1MiB"})],
+            "`plan.boundary` does not go with",
+        ),
+        ([("mesh.pp", 2), ("plan.vocab", "plain")], "`plan.vocab` does not go with"),
+        ([("mesh.pp", 2), ("mesh.dp", 2)], r"`mesh.pp` \(2\) takes all ranks"),
+        ([("plan.pipeline", "v-half")], "`plan.pipeline` has no effect without `mesh.pp`"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused(run_of, settings, words):
+    with pytest.raises(ValueError, match=words):
+        run_of("llama", None, *settings)
+
+
+def test_a_pipeline_of_another_size_than_the_ranks_is_refused(run_of):
+    with pytest.raises(ValueError, match=r"`mesh.pp` \(2\) must be the 3 ranks"):
+        run_of("llama", {"pp": 2}).mesh.over(3)

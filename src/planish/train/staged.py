@@ -35,12 +35,16 @@ _PHASES: dict[Kind, Phase] = {
     Kind.W: "backward",
     Kind.IB: "backward",
 }
-# Steps whose passes are measured, after a first one that is never like the others.
+# The step whose passes are measured, after a first one that is never like the others.
 _MEASURED_STEP = 2
 
 
 class Staged:
     """One rank's stages. All ranks call the same methods with the same batches.
+
+    Once passes were measured, schedules are made anew. Each parameter adds up its microbatches in their order whatever
+    the schedule, so that a run repeats bit for bit; but a tied weight adds what comes from both ends as the schedule
+    has it, and keeps the first one.
 
     Args:
         part: What this rank holds, with the plan's methods in place.
@@ -56,6 +60,7 @@ class Staged:
         self._part, self._pace, self._ledger, self._world = part, pace, ledger, world
         self._passes: list[Pass] = []
         self._steps = 0
+        self._tied = part.anatomy.weight is part.decoder.embedding.weight
         anatomy, decoder = part.anatomy, part.decoder
         packed = isinstance(plan.attention, Packed)
         views = [StageView(decoder, layers, packed=packed) for layers in part.layers]
@@ -95,7 +100,7 @@ class Staged:
             if param.grad is not None:
                 self._ledger.adopt(param.grad, "gradients", owner=name)
         self._steps += 1
-        if self._steps == _MEASURED_STEP:
+        if self._steps == _MEASURED_STEP and not self._tied:
             self._pace.measured(self.passes())
             self._run.forget_schedules()
         return losses
