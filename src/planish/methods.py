@@ -31,8 +31,8 @@ class Blocked:
             forward to backward, "recompute" multiplies four times and keeps 12 bytes a token, "auto" takes the first
             while its buffers are no larger than `tile_bytes` allows.
         gradient_filter: Leaves out of the gradient of hidden states what is below this part of its token's weight in
-            the loss, in stretches of 128 classes: an approximation (CCE takes 2^-12, 0.000244). Default: exact.
-        filter_order: Brings the classes that pass together first, so that fewer are multiplied.
+            the loss, in blocks of 128 tokens and classes: an approximation (CCE takes 2^-12, 0.000244). Default: exact.
+        filter_order: Brings the classes that pass together first, so that far fewer are multiplied; more is lost too.
     """
 
     tile_bytes: Bytes = 60 * 2**20

@@ -275,7 +275,7 @@ class WeightBlock:
             total = work.column_grads.view(-1)[: grad.numel()].view(-1, columns)
         return cls(tiles=tiles, grad=grad, total=total)
 
-    def add(self, tile: Tensor, rows: Tensor, *, fresh: bool, kept: Kept | None = None) -> None:
+    def add(self, tile: Tensor, rows: Tensor, *, fresh: bool, kept: tuple[Kept, ...] | None = None) -> None:
         """Add the share of a tile of derivatives; the first one is set."""
         if self.tiles.work.turned_rows is None:
             self.tiles.add_weight_grad(self.total, tile, rows, fresh=fresh, kept=kept)
@@ -293,7 +293,7 @@ class Derived(NamedTuple):
 
     rows: Tensor
     tile: Tensor
-    kept: Kept | None = None
+    kept: tuple[Kept, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

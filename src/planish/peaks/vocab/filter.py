@@ -13,19 +13,21 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from planish.peaks.vocab.tile import Workspace, narrowed
+from planish.peaks.vocab.tile import Workspace
 from planish.price.vocab import FILTER_BLOCK, round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What of a tile's columns is multiplied.
+    """What of some rows of a tile is multiplied.
 
     Attributes:
+        rows: These rows, FILTER_BLOCK of them.
         runs: Whole stretches of FILTER_BLOCK columns in which a derivative passes.
         index: The columns in which one does, where these are brought together; else None.
     """
 
+    rows: slice
     runs: tuple[slice, ...]
     index: Tensor | None
 
@@ -34,15 +36,16 @@ class Kept:
 class GradientFilter:
     """Which derivatives are worth multiplying, and a count of those that were not.
 
-    A stretch of columns of a tile is skipped where no derivative by a logit is above `threshold` times the largest
-    upstream of the tile's tokens: the derivatives as they are multiplied, z-loss, class weights and the upstream of
+    A block of 128 tokens and 128 classes is skipped where no derivative by a logit is above `threshold` times the
+    largest upstream of these tokens: the derivatives as they are multiplied, z-loss, class weights and the upstream of
     each token included, so that a loss that is scaled skips the same.
 
     Attributes:
         threshold: Part of the upstream that is nothing; a bf16 product rounds at 2^-9 and CCE takes 2^-12.
-        ordered: Bring the columns that pass together before they are multiplied, instead of skipping whole stretches
-            of 128: CCE orders the vocabulary by its mean logit for that, this takes each tile's own order.
-        weight: Filter the gradient of the weight too, in stretches of 128; classes that are never likely then learn
+        ordered: Bring the classes that pass together before they are multiplied, instead of skipping whole blocks: CCE
+            orders the vocabulary by its mean logit for that, this takes the own order of every 128 tokens. It skips far
+            more, and small derivatives that are many are then lost: set a lower threshold.
+        weight: Filter the gradient of the weight too, in whole blocks; classes that are never likely then learn
             nothing.
         seen: Derivatives that were looked at.
         skipped: Of them, how many the gradient of hidden went without.
@@ -63,11 +66,18 @@ class GradientFilter:
         """Return the skipped part of what was looked at; 0 before anything was."""
         return self.skipped / max(1, self.seen)
 
-    def look(self, work: Workspace, tile: Tensor, slope: Tensor | None) -> Kept:
+    def look(self, work: Workspace, tile: Tensor, slope: Tensor | None) -> tuple[Kept, ...]:
         """Return what of a tile of derivatives passes, and count it; `slope` is the upstream of each row, None is 1.
 
         What is not a number passes. Fake tensors pass whole.
         """
+        found = []
+        for start in range(0, len(tile), FILTER_BLOCK):
+            rows = slice(start, min(len(tile), start + FILTER_BLOCK))
+            found.append(self._look(work, rows, tile[rows], None if slope is None else slope[rows]))
+        return tuple(found)
+
+    def _look(self, work: Workspace, at: slice, tile: Tensor, slope: Tensor | None) -> Kept:
         rows, columns = tile.shape
         low, high = work.column_tops[:, :columns]
         torch.aminmax(tile, dim=0, out=(low, high))
@@ -80,7 +90,7 @@ class GradientFilter:
         kept = sum(run.stop - run.start for run in runs) if index is None else len(index)
         self.seen += rows * columns
         self.skipped += rows * (columns - kept)
-        return Kept(runs=runs, index=index)
+        return Kept(rows=at, runs=runs, index=index)
 
     def _runs(self, work: Workspace, columns: int, floor: float | Tensor) -> tuple[slice, ...]:
         """Return the stretches that pass, neighbours as one."""
@@ -97,13 +107,13 @@ class GradientFilter:
         return tuple(runs)
 
 
-def brought_together(work: Workspace, tile: Tensor, weight: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+def brought_together(work: Workspace, derivatives: Tensor, weight: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """Return columns `index` of a tile of derivatives and the same rows of its weight."""
-    rows, count, width = len(tile), len(index), weight.shape[1]
-    derivatives = work.kept.view(-1)[: rows * count].view(rows, count)
+    rows, count, width = len(derivatives), len(index), weight.shape[1]
+    together = work.kept.view(-1)[: rows * count].view(rows, count)
     classes = work.kept_weight.view(-1)[: count * width].view(count, width)
-    torch.index_select(narrowed(work, tile), 1, index, out=derivatives)
-    return derivatives, torch.index_select(weight, 0, index, out=classes)
+    torch.index_select(derivatives, 1, index, out=together)
+    return together, torch.index_select(weight, 0, index, out=classes)
 
 
 def skipped(found: GradientFilter | None) -> dict[str, float]:

@@ -148,7 +148,7 @@ class Tiles:
 
     def derive_again(
         self, rows: Tensor, group: slice, columns: slice, lse: Tensor, slopes: Slopes, d_bias: Tensor | None
-    ) -> tuple[Tensor, Kept | None]:
+    ) -> tuple[Tensor, tuple[Kept, ...] | None]:
         """Return a tile of derivatives from `rows` and each one's lse, and what the gradient filter lets pass."""
         count = group.stop - group.start
         kernels = self.kernels if slopes.entropy is None and d_bias is None else None
@@ -171,7 +171,7 @@ class Tiles:
 
     def derive(
         self, tile: Tensor, group: slice, columns: slice, lse: Tensor, slopes: Slopes, d_bias: Tensor | None
-    ) -> Kept | None:
+    ) -> tuple[Kept, ...] | None:
         """Overwrite a tile of logits by the derivative of the loss, for the three below; add its sum to `d_bias`.
 
         Returns:
@@ -191,7 +191,7 @@ class Tiles:
         return None if found is None else found.look(self.work, tile, slopes.softmax)
 
     def add_weight_grad(
-        self, total: Tensor, tile: Tensor, rows: Tensor, *, fresh: bool, kept: Kept | None = None
+        self, total: Tensor, tile: Tensor, rows: Tensor, *, fresh: bool, kept: tuple[Kept, ...] | None = None
     ) -> None:
         """Add the share of a tile of derivatives to its columns' gradient of the weight, or set it when `fresh`."""
         rows = rows[: len(tile)] if self.adapter is None else rows[: len(tile), self.weight.shape[1] :]
@@ -199,21 +199,23 @@ class Tiles:
         if not self._filters_weight(total, kept, fresh):
             accumulate(self.work, total, tile, rows, fresh=fresh)
             return
-        for run in kept.runs:
-            accumulate(self.work, total[run], tile[run], rows, fresh=False)
+        for part in kept:
+            for run in part.runs:
+                accumulate(self.work, total[run], tile[run, part.rows], rows[part.rows], fresh=False)
 
     def add_turned_grad(
-        self, total: Tensor, tile: Tensor, turned_rows: Tensor, *, fresh: bool, kept: Kept | None = None
+        self, total: Tensor, tile: Tensor, turned_rows: Tensor, *, fresh: bool, kept: tuple[Kept, ...] | None = None
     ) -> None:
         """As `add_weight_grad`, for a `total` of [width, columns] and the transposed rows."""
         rows, tile = turned_rows[:, : len(tile)], narrowed(self.work, tile)
         if not self._filters_weight(total, kept, fresh):
             accumulate(self.work, total, rows, tile, fresh=fresh)
             return
-        for run in kept.runs:
-            accumulate(self.work, total[:, run], rows, tile[:, run], fresh=False)
+        for part in kept:
+            for run in part.runs:
+                accumulate(self.work, total[:, run], rows[:, part.rows], tile[part.rows, run], fresh=False)
 
-    def _filters_weight(self, total: Tensor, kept: Kept | None, fresh: bool) -> bool:
+    def _filters_weight(self, total: Tensor, kept: tuple[Kept, ...] | None, fresh: bool) -> bool:
         """Return whether the gradient of the weight is filtered too, with nothing in a `fresh` one."""
         if kept is None or not self.task.gradient_filter.weight:
             return False
@@ -222,7 +224,7 @@ class Tiles:
         return True
 
     def add_hidden_grad(
-        self, total: Tensor, tile: Tensor, columns: slice, *, fresh: bool = True, kept: Kept | None = None
+        self, total: Tensor, tile: Tensor, columns: slice, *, fresh: bool = True, kept: tuple[Kept, ...] | None = None
     ) -> None:
         """Add the share of a tile of derivatives to its rows' gradient of hidden, which a `fresh` first tile sets."""
         fresh = fresh and columns.start == 0
@@ -232,11 +234,13 @@ class Tiles:
             return
         if fresh:
             total.zero_()
-        if kept.index is None:
-            for run in kept.runs:
-                accumulate(self.work, total, derivatives[:, run], weight[run], fresh=False)
-        elif len(kept.index):
-            accumulate(self.work, total, *brought_together(self.work, tile, weight, kept.index), fresh=False)
+        for part in kept:
+            rows, out = derivatives[part.rows], total[part.rows]
+            if part.index is None:
+                for run in part.runs:
+                    accumulate(self.work, out, rows[:, run], weight[run], fresh=False)
+            elif len(part.index):
+                accumulate(self.work, out, *brought_together(self.work, rows, weight, part.index), fresh=False)
 
     def _weight(self, columns: slice) -> Tensor:
         """Return rows of the weight in the compute dtype, the adapter's beside them."""
