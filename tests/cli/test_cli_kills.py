@@ -34,18 +34,21 @@ def trace(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "dtype"), [
-    ("llama", "bf16"), ("llama", "fp32"), ("qwen3-moe", "bf16"), ("qwen3-moe", "fp32"),
+@pytest.mark.parametrize(("family", "dtype", "streamed"), [
+    ("llama", "bf16", False), ("llama", "fp32", False), ("qwen3-moe", "bf16", False), ("qwen3-moe", "fp32", False),
+    ("llama", "bf16", True),
 ])  # fmt: skip
-def test_kills_at_random_moments_change_no_bit(model_folder, text_file, tmp_path, family, dtype):
+def test_kills_at_random_moments_change_no_bit(model_folder, text_file, tmp_path, family, dtype, streamed):
+    """With AdamW's state on disk, which dies with the process, the run is that of state on the device."""
     model = model_folder(family)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     log = tmp_path / "log"
     assert start(words(model, text_file, whole, dtype), log).wait() == 0, log.read_text()
+    on_disk = ["--plan.optim.disk", "8MiB", "--plan.optim.folder", str(tmp_path)] if streamed else []
     rng, kills = random.Random(f"{family} {dtype}"), 0
     while True:
         flags = ["--resume"] if (killed / "run.toml").exists() else []
-        process = start(words(model, text_file, killed, dtype), log, *flags)
+        process = start(words(model, text_file, killed, dtype), log, *on_disk, *flags)
         seen = (killed / "metrics.jsonl").stat().st_size if flags else 0
         while process.poll() is None and not (
             (killed / "metrics.jsonl").exists() and (killed / "metrics.jsonl").stat().st_size > seen
