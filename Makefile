@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 INSTALL := $(RUN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
-SOURCES := pyproject.toml constraints.txt src/planish/kernels/bitmap.cpp
+SOURCES := pyproject.toml constraints.txt $(wildcard src/planish/kernels/*.cpp src/planish/kernels/*.h)
 
 .PHONY: demo test check nightly clean
 
