@@ -19,6 +19,7 @@ from harness import Times, interleave, write_result
 from planish.models.experts import gate_of, weights_of
 from planish.peaks.dispatch.pipelined import Options, pipelined_experts, sizes_of
 from planish.price.dispatch import tile_rows
+from planish.price.processor import product_dtype
 
 E, K, H, F = 32, 4, 512, 1024
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -69,12 +70,12 @@ def theirs(name: str) -> Callable[..., Tensor]:
     return run
 
 
-def products(ids: Tensor, *, again: bool) -> Callable[[], object]:
-    """Return the products of forward and backward in float32, with the first one made `again` or not."""
+def products(ids: Tensor, dtype: torch.dtype, *, again: bool) -> Callable[[], object]:
+    """Return the products of forward and backward in `dtype`, with the first one made `again` or not."""
     counts = torch.bincount(ids.flatten(), minlength=E).tolist()
     most = max(counts)
-    x, inner, outer = torch.randn(most, H), torch.randn(most, 2 * F), torch.randn(most, F)
-    up, down = torch.randn(E, 2 * F, H), torch.randn(E, H, F)
+    x, inner, outer = (torch.randn(most, width).to(dtype) for width in (H, 2 * F, F))
+    up, down = torch.randn(E, 2 * F, H).to(dtype), torch.randn(E, H, F).to(dtype)
     by_up, by_down = torch.zeros_like(up), torch.zeros_like(down)
 
     def run() -> None:
@@ -103,7 +104,8 @@ def measure(dtype: str, *, skewed: bool, options: argparse.Namespace) -> dict[st
     def step(way: Callable[..., Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(way(module, hidden, ids, scores), leaves, upstream)
 
-    variants = {"nine products": products(ids, again=False), "eleven products": products(ids, again=True)}
+    multiplied = getattr(torch, product_dtype(dtype))
+    variants = {f"{name} products": products(ids, multiplied, again=name == "eleven") for name in ("nine", "eleven")}
     variants |= {f"planish {size} MiB": step(ours(size * 2**20)) for size in options.tile}
     variants |= {name: step(theirs(name)) for name in options.rival}
     if tokens * K * 3 * H * F * hidden.itemsize <= COPIES_BYTES:

@@ -163,12 +163,11 @@ def main() -> None:
             run = run_of(options.tokens[0], options.dtype[0], Path(folder))
             print(json.dumps(asdict(measure(options.variant, run, options.steps))))
         return
-    figures = {
-        f"{tokens} tokens, {dtype}": compare(tokens, dtype, options.rounds, options.steps)
-        for tokens in options.tokens
-        for dtype in options.dtype
-    }
-    write_result("train_step", figures, seed=SEED)
+    for dtype in options.dtype:
+        figures = {
+            f"{tokens} tokens": compare(tokens, dtype, options.rounds, options.steps) for tokens in options.tokens
+        }
+        write_result(f"train_step_{dtype.replace('-', '_')}", figures, seed=SEED)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def _decode_table(cls: type, tree: Any, where: str) -> Any:
         if name not in known:
             raise UsageError(f"unknown key `{dotted}`; {nearest(name, known)}")
         field, annotation = known[name]
-        values[field.name] = _decode_value(annotation, value, dotted)
+        values[field.name] = _decode_value(annotation, _of_default_method(field, annotation, value), dotted)
     missing = [name for name, (field, _) in known.items() if field.name not in values and is_required(field)]
     if missing:
         dotted = ", ".join(f"`{where}.{name}`" if where else f"`{name}`" for name in missing)
@@ -91,6 +91,20 @@ def _decode_table(cls: type, tree: Any, where: str) -> Any:
         return cls(**values)
     except ValueError as error:
         raise error if isinstance(error, UsageError) else UsageError(str(error)) from error
+
+
+def _of_default_method(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
+    """Return `value`, and where it names no method but settings that the default method has, as that method's."""
+    default = None if is_required(field) else default_of(field, annotation)
+    if not isinstance(value, Mapping) or not value or "method" in value or not isinstance(default, Mapping):
+        return value
+    by_name = {method_name(each): each for each in typing.get_args(annotation) if dataclasses.is_dataclass(each)}
+    method = by_name.get(default.get("method", ""))
+    return (
+        value
+        if method is None or not _keys(value) <= fields_of(method).keys()
+        else value | {"method": default["method"]}
+    )
 
 
 def _decode_value(annotation: Any, value: Any, where: str) -> Any:

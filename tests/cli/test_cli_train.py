@@ -25,8 +25,8 @@ from planish.train.predict import predict
 def train(model_folder, text_file, tmp_path, capsys):
     """Return (*flags, family) -> (exit code, what was said on stderr); the run folder is tmp_path / "run"."""
 
-    def run(*flags, family="llama", model=None):
-        words = ["train", "--model.from", str(model or model_folder(family)), "--data.train", str(text_file)]
+    def run(*flags, family="llama", model=None, data=text_file):
+        words = ["train", "--model.from", str(model or model_folder(family)), "--data.train", str(data)]
         words += ["--data.context", "32", "--train.steps", "3", "--model.dtype", "fp32"]
         code = main([*words, "--save.dir", str(tmp_path / "run"), *map(str, flags)])
         return code, capsys.readouterr().err
@@ -323,13 +323,13 @@ def test_a_document_that_is_too_long_is_found_at_launch(train, tmp_path):
     folder.mkdir()
     for index in range(9):
         (folder / f"{index}.txt").write_text("Some good words. " * (1 if index else 40))
-    code, error = train("--data.train", folder, "--data.long_documents", "refuse", "--train.steps", 1)
+    code, error = train("--data.long_documents", "refuse", "--train.steps", 1, data=folder)
     assert code == 2
     assert "0.txt has" in error
     assert "more than `data.context` (32)" in error
     assert not (tmp_path / "run").exists()
     (folder / "0.txt").unlink()
-    assert train("--data.train", folder, "--data.long_documents", "refuse")[0] == 0
+    assert train("--data.long_documents", "refuse", data=folder)[0] == 0
 
 
 def test_data_that_fails_under_way_costs_no_step(train, tmp_path, monkeypatch):
