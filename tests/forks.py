@@ -2,11 +2,14 @@
 
 import os
 import pickle
+import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 # OpenMP's threads do not survive a fork: a child that asks for the pool waits for ever.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
@@ -44,3 +47,24 @@ def answer_of(child: int, read: int) -> Any:
     if error is not None:
         raise AssertionError(f"a child failed:\n{error}")
     return result
+
+
+@contextmanager
+def launched_store() -> Iterator[int]:
+    """Yield the port of a store as a launcher keeps it: in a process of its own, since no fork survives its thread."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(write, str(store.port).encode())
+        os.close(write)
+        while True:
+            signal.pause()
+    os.close(write)
+    try:
+        with os.fdopen(read) as answer:
+            port = int(answer.read())
+        yield port
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

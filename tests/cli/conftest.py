@@ -6,9 +6,8 @@ import io
 import os
 
 import pytest
-from torch.distributed import TCPStore
 
-from forks import answer_of, start_child
+from forks import answer_of, launched_store, start_child
 from planish.cli.main import main
 
 
@@ -32,7 +31,7 @@ def torchrun():
     """
 
     def take_part(words, rank, ranks, port, before):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         place |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": True}
         os.environ.update({name: str(value) for name, value in place.items()})  # noqa: TID251 - as torchrun does
         before()
@@ -41,10 +40,10 @@ def torchrun():
         return code, out.getvalue(), err.getvalue()
 
     def run(*words, ranks, before=lambda: None, meanwhile=lambda _: None):
-        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        work = [functools.partial(take_part, words, rank, ranks, store.port, before) for rank in range(ranks)]
-        children = [start_child(each) for each in work]
-        meanwhile([process for process, _ in children])
-        return [answer_of(*child) for child in children]
+        with launched_store() as port:
+            work = [functools.partial(take_part, words, rank, ranks, port, before) for rank in range(ranks)]
+            children = [start_child(each) for each in work]
+            meanwhile([process for process, _ in children])
+            return [answer_of(*child) for child in children]
 
     return run

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
 
-from forks import answer_of, run_in_child, start_child
+from forks import answer_of, launched_store, run_in_child, start_child
 from planish.comm.world import World, join
 from planish.runfile import load
 from planish.sections import MeshSection
@@ -29,17 +28,17 @@ def run_ranks(
     """Return what `work` returns on each of `dp` x `replicate` x `pp` forked ranks, by rank."""
     size = dp * replicate * pp
     mesh = MeshSection(dp=dp, replicate=replicate, ep=ep, vp=vp, pp=pp, timeout_s=timeout_s)
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
-    def take_part(rank: int) -> Any:
+    def take_part(port: int, rank: int) -> Any:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "TORCHELASTIC_USE_AGENT_STORE": True}
-        place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in place.items()})  # noqa: TID251 - as torchrun does
         with join(mesh, device_type="cpu") as world:
             return work(world)
 
-    children = [start_child(functools.partial(take_part, rank)) for rank in range(size)]
-    return [answer_of(*child) for child in children]
+    with launched_store() as port:
+        children = [start_child(functools.partial(take_part, port, rank)) for rank in range(size)]
+        return [answer_of(*child) for child in children]
 
 
 def measure_peak(work: Callable[[], object], warm_up: Callable[[], object]) -> int:
