@@ -62,7 +62,7 @@ def test_every_step_is_the_textbook_step(shape, side, proj_rank, kind, granulari
         ]
         optimizer.step()
         weights = torch.stack([each.weight for each in expected])
-        torch.testing.assert_close(rows_projected(param), weights, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(rows_projected(param), weights, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("granularity", ["channel", "tensor"])
