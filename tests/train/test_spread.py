@@ -117,3 +117,17 @@ def test_a_mesh_that_is_not_the_ranks_is_refused(run_of, mesh, size, words):
     with pytest.raises(ValueError, match="ranks that were started") as error:
         run_of("llama", {**mesh}).mesh.over(size)
     assert words in str(error.value)
+
+
+def test_weights_updated_in_backward_report_the_norm_of_all_ranks(run_of, tiny_model, tiny_tokenizer, ranks):
+    settings = [("plan.optim", "apollo"), ("plan.optim.in_backward", True), ("train.clip", 0.0)]
+    one, two = (run_of("llama", None, *settings, *mesh) for mesh in ((), (("mesh.dp", 2),)))
+
+    def trained(run, world):
+        return train_in_float64(run, tiny_model("llama", dtype=torch.float64), tiny_tokenizer, world)
+
+    expected, weights = trained(one, ALONE)
+    for found, found_weights in ranks(lambda world: trained(two, world), dp=2):
+        for before, now in zip(expected, found, strict=True):
+            assert now == pytest.approx(before, rel=1e-6)  # norms are noted in float32
+        assert all(torch.allclose(each, weights[name], rtol=1e-10, atol=1e-12) for name, each in found_weights.items())

@@ -133,8 +133,11 @@ def _mean(engine: Engine, losses: list[Tensor], num_valid: int) -> float:
 
 @contextmanager
 def _updates(job: Job, norms: list[Tensor]) -> Iterator[None]:
-    """Update each weight once its gradient is complete, in the backward pass inside; note the gradients' norms."""
-    params = [param for param in job.engine.anatomy.model.parameters() if param.requires_grad]
+    """Update each weight once its gradient is complete, in the backward pass inside; note the gradients' norms.
+
+    The parameters are the optimizer's: between forward and backward FSDP2 has whole ones of the root in the model.
+    """
+    params = [param for group in job.optimizer.param_groups for param in group["params"] if param.requires_grad]
 
     def note(param: Tensor) -> None:
         norms.append(torch.linalg.vector_norm(param.grad).float())
