@@ -82,7 +82,8 @@ def _decode_table(cls: type, tree: Any, where: str) -> Any:
         if name not in known:
             raise UsageError(f"unknown key `{dotted}`; {nearest(name, known)}")
         field, annotation = known[name]
-        values[field.name] = _decode_value(annotation, _of_default_method(field, annotation, value), dotted)
+        preferred = _default_method(field, annotation) if isinstance(value, Mapping) else None
+        values[field.name] = _decode_value(annotation, value, dotted, preferred)
     missing = [name for name, (field, _) in known.items() if field.name not in values and is_required(field)]
     if missing:
         dotted = ", ".join(f"`{where}.{name}`" if where else f"`{name}`" for name in missing)
@@ -93,26 +94,17 @@ def _decode_table(cls: type, tree: Any, where: str) -> Any:
         raise error if isinstance(error, UsageError) else UsageError(str(error)) from error
 
 
-def _of_default_method(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
-    """Return `value`, and where it names no method but settings that the default method has, as that method's."""
+def _default_method(field: dataclasses.Field[Any], annotation: Any) -> str | None:
     default = None if is_required(field) else default_of(field, annotation)
-    if not isinstance(value, Mapping) or not value or "method" in value or not isinstance(default, Mapping):
-        return value
-    by_name = {method_name(each): each for each in typing.get_args(annotation) if dataclasses.is_dataclass(each)}
-    method = by_name.get(default.get("method", ""))
-    return (
-        value
-        if method is None or not _keys(value) <= fields_of(method).keys()
-        else value | {"method": default["method"]}
-    )
+    return default.get("method") if isinstance(default, Mapping) else None
 
 
-def _decode_value(annotation: Any, value: Any, where: str) -> Any:
+def _decode_value(annotation: Any, value: Any, where: str, preferred: str | None = None) -> Any:
     origin = typing.get_origin(annotation)
     if origin is Annotated:
         return _decode_size(annotation.__metadata__[0], value, where)
     if origin in (typing.Union, types.UnionType):
-        return _decode_union(typing.get_args(annotation), value, where)
+        return _decode_union(typing.get_args(annotation), value, where, preferred)
     if origin is typing.Literal:
         return _decode_literal(typing.get_args(annotation), value, where)
     if origin is tuple:
@@ -142,7 +134,8 @@ def _decode_size(kind: str, value: Any, where: str) -> int:
         raise UsageError(str(error)) from error
 
 
-def _decode_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
+def _decode_union(options: tuple[Any, ...], value: Any, where: str, preferred: str | None) -> Any:
+    """Return the value of one of `options`; settings that name no method are `preferred`'s, or the only one's."""
     choices = [option for option in options if option is not types.NoneType]
     if value is None and len(choices) < len(options):
         return None
@@ -152,6 +145,7 @@ def _decode_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
     by_name = {method_name(option): option for option in choices}
     if isinstance(tree, Mapping) and tree and "method" not in tree:
         able = [name for name, option in by_name.items() if _keys(tree) <= fields_of(option).keys()]
+        able = [preferred] if preferred in able else able
         tree = tree | {"method": able[0]} if len(able) == 1 else tree
     if not isinstance(tree, Mapping) or not isinstance(tree.get("method"), str):
         raise UsageError(f"`{where}.method` must name a method; {nearest('', by_name)}")
