@@ -1,7 +1,6 @@
 """`planish demo`: a real pretrained model on real text, the plain way stopped at a budget that planish's way fits."""
 
 import gc
-import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -12,6 +11,7 @@ import tyro
 
 from planish.cli import demo_activation, demo_dispatch
 from planish.cli.options import parse_plain
+from planish.cli.say import say
 from planish.decode import method_name, nearest
 from planish.errors import BudgetExceeded, UsageError, VerificationFailed
 from planish.methods import AdamW, Apollo, Checkpoint, Offload, Plain, Plan, StreamAdamW, keeps_attention
@@ -126,25 +126,25 @@ def measure(run: RunFile, steps: int) -> Outcome:
 def _whole(folder: Path) -> None:
     plain = settings(folder, context=4096, plan=Plan.plain(), budget_bytes=_BUDGET_BYTES)
     bounded = replace(plain, plan=Plan(boundary=Checkpoint(keep_attention=True)))  # the budget has room for that
-    _say(f"SmolLM2-135M, {_precision()}, {plain.data.context:,} tokens of English a step.")
-    _say(f"The budget is {format_bytes(_BUDGET_BYTES)}.")
-    _say(f"\n1. {_MODEL} before training: {_PROMPT}{_continue(_MODEL)!r}")
-    _say("\n2. Plain PyTorch and transformers inside the budget:")
+    say(f"SmolLM2-135M, {_precision()}, {plain.data.context:,} tokens of English a step.")
+    say(f"The budget is {format_bytes(_BUDGET_BYTES)}.")
+    say(f"\n1. {_MODEL} before training: {_PROMPT}{_continue(_MODEL)!r}")
+    say("\n2. Plain PyTorch and transformers inside the budget:")
     try:
         measure(plain, steps=1)
     except BudgetExceeded as error:
-        _say(f"   stopped: {error}\n\n{_indent(error.table, lines=16)}")
+        say(f"   stopped: {error}\n\n{_indent(error.table, lines=16)}")
     else:
         raise VerificationFailed("the plain way fits the demo's budget, so the demo shows nothing.")
-    _say("\n3. The same without a budget:")
+    say("\n3. The same without a budget:")
     free = measure(replace(plain, memory=MemorySection()), _STEPS)
     _show(free)
-    _say("\n4. planish inside the budget, with this plan:\n")
-    _say(_indent(bounded.plan.to_toml()))
+    say("\n4. planish inside the budget, with this plan:\n")
+    say(_indent(bounded.plan.to_toml()))
     held = _train(bounded)
     _compare(free, held)
     checkpoint = folder / "checkpoints" / f"step-{_STEPS:08d}"
-    _say(f"\n5. {checkpoint}, opened by transformers: {_PROMPT}{_continue(str(checkpoint))!r}")
+    say(f"\n5. {checkpoint}, opened by transformers: {_PROMPT}{_continue(str(checkpoint))!r}")
 
 
 def _train(run: RunFile) -> Outcome:
@@ -172,10 +172,10 @@ def _alone(peak: str) -> None:
     base = replace(Plan.plain(), boundary=Checkpoint())
     method = getattr(Plan(), peak)
     ways = f"`plan.{peak}` plain and {method_name(type(method))}"
-    _say(f"SmolLM2-135M, {_precision()}, 2,048 tokens: one step, with {ways}.")
+    say(f"SmolLM2-135M, {_precision()}, 2,048 tokens: one step, with {ways}.")
     outcomes = []
     for plan in (base, replace(base, **{peak: method})):
-        _say(f"\nplan.{peak} = {method_name(type(getattr(plan, peak)))}")
+        say(f"\nplan.{peak} = {method_name(type(getattr(plan, peak)))}")
         outcomes.append(measure(settings(Path(), context=2048, plan=plan, budget_bytes=None), steps=1))
         _show(outcomes[-1])
     _compare(*outcomes)
@@ -184,16 +184,16 @@ def _alone(peak: str) -> None:
 def _boundaries() -> None:
     """Train two steps by each method for boundaries; their losses must agree in every bit."""
     ways = (Plain(), Checkpoint(), Checkpoint(keep_attention=True), Offload(disk=2**30, keep_attention=True))
-    _say("SmolLM2-135M, fp32, 1,024 tokens: two steps by each method, everything else bounded.")
+    say("SmolLM2-135M, fp32, 1,024 tokens: two steps by each method, everything else bounded.")
     outcomes = []
     for boundary in ways:
         kept = ", attention kept" if keeps_attention(boundary) else ""
-        _say(f"\nplan.boundary = {method_name(type(boundary))}{kept}")
+        say(f"\nplan.boundary = {method_name(type(boundary))}{kept}")
         run = settings(Path(), context=1024, plan=Plan(boundary=boundary), budget_bytes=None)
         outcomes.append(measure(replace(run, model=replace(run.model, dtype="fp32")), steps=2))
         _show(outcomes[-1])
         if boundary != Plain():
-            _say(f"   {format_bytes(outcomes[-1].boundary_bytes)} held from forward to backward at a phase's peak")
+            say(f"   {format_bytes(outcomes[-1].boundary_bytes)} held from forward to backward at a phase's peak")
     _compare(outcomes[0], outcomes[-1])
     if len({outcome.losses for outcome in outcomes}) > 1:
         raise VerificationFailed("losses differ; none of these methods may change a bit.")
@@ -207,10 +207,10 @@ def _optimizers() -> None:
         "apollo (APOLLO-Mini)": Apollo(),
         "apollo, in backward, int8 weights": Apollo(in_backward=True, weights="int8"),
     }
-    _say("SmolLM2-135M, fp32, 256 tokens: two steps by each optimizer, everything else bounded.")
+    say("SmolLM2-135M, fp32, 256 tokens: two steps by each optimizer, everything else bounded.")
     outcomes = []
     for name, optim in ways.items():
-        _say(f"\nplan.optim = {name}")
+        say(f"\nplan.optim = {name}")
         run = replace(
             settings(Path(), context=256, plan=Plan(), budget_bytes=None),
             model=ModelSection(from_=_MODEL, dtype="fp32"),
@@ -223,7 +223,7 @@ def _optimizers() -> None:
     _compare(adamw, streamed)
     if adamw.losses != streamed.losses:
         raise VerificationFailed("losses differ; where AdamW's state lies may not change a bit.")
-    _say("\n   apollo is another optimizer: its losses begin as AdamW's and part with the first update.")
+    say("\n   apollo is another optimizer: its losses begin as AdamW's and part with the first update.")
     if adamw.losses[0] != apollo.losses[0]:
         raise VerificationFailed(f"the first losses are {adamw.losses[0]} and {apollo.losses[0]}.")
 
@@ -231,12 +231,12 @@ def _optimizers() -> None:
 def _show(outcome: Outcome) -> None:
     losses = ", ".join(f"{loss:.4f}" for loss in outcome.losses)
     peak = f"{format_bytes(outcome.peak_bytes)} ({outcome.peak_phase})"
-    _say(f"   losses {losses}; peak {peak}; {outcome.seconds:.0f} s with loading")
+    say(f"   losses {losses}; peak {peak}; {outcome.seconds:.0f} s with loading")
 
 
 def _compare(plain: Outcome, bounded: Outcome) -> None:
     difference = max(abs(a - b) / abs(a) for a, b in zip(plain.losses, bounded.losses, strict=True))
-    _say(
+    say(
         f"\n   peak {format_bytes(plain.peak_bytes)} -> {format_bytes(bounded.peak_bytes)} "
         f"({1 - bounded.peak_bytes / plain.peak_bytes:.0%} less); losses differ by {difference:.1e} of themselves"
     )
@@ -253,8 +253,3 @@ def _continue(model: str) -> str:
 
 def _indent(text: str, lines: int | None = None) -> str:
     return "\n".join(f"   {line}" for line in text.strip().splitlines()[:lines])
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()

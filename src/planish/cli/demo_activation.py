@@ -1,12 +1,12 @@
 """`planish demo activation`: a ReLU^2 network's activations kept as they are, packed, and computed again in tiles."""
 
 import json
-import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from planish.cli.say import say
 from planish.decode import method_name
 from planish.errors import VerificationFailed
 from planish.methods import Activation, Bitmap, Plain, Plan, Tiled
@@ -29,7 +29,7 @@ _SIZES = {
 
 def show() -> None:
     """Take two steps of a small drawn nanochat in each way; losses must be the same bits."""
-    _say(
+    say(
         f"A drawn nanochat of {_SIZES['num_hidden_layers']} layers with relu^2, fp32, {_CONTEXT:,} tokens of English a "
         f"step: {_STEPS} steps with nothing checkpointed."
     )
@@ -39,10 +39,10 @@ def show() -> None:
         found = [_measure(config, method) for method in (Plain(), Bitmap(tile_bytes=2**30), Tiled(tile_bytes=2**20))]
     (losses, plain_bytes), (packed, packed_bytes), (tiled, tiled_bytes) = found
     for name, nbytes in (("packed", packed_bytes), ("in tiles", tiled_bytes)):
-        _say(f"   {name}: layers hold {1 - nbytes / plain_bytes:.0%} less than {format_bytes(plain_bytes)}")
+        say(f"   {name}: layers hold {1 - nbytes / plain_bytes:.0%} less than {format_bytes(plain_bytes)}")
     if packed != losses:
         raise VerificationFailed(f"packed activations gave losses {packed}, not {losses}.")
-    _say("   losses with packed activations are the same to the last bit")
+    say("   losses with packed activations are the same to the last bit")
     if any(abs(a - b) > 2**-8 * a for a, b in zip(losses, tiled, strict=True)):
         raise VerificationFailed(f"networks in tiles gave losses {tiled}, not {losses}.")
 
@@ -52,7 +52,7 @@ def _measure(config: Path, method: Activation) -> tuple[tuple[float, ...], int]:
     from planish.train.job import build
     from planish.train.loop import train_step
 
-    _say(f"\nplan.activation = {method_name(type(method))}")
+    say(f"\nplan.activation = {method_name(type(method))}")
     run = RunFile(
         model=ModelSection(config=config, tokenizer="smollm2-135m", dtype="fp32"),
         data=DataSection(train=("builtin:english",), context=_CONTEXT),
@@ -69,16 +69,11 @@ def _measure(config: Path, method: Activation) -> tuple[tuple[float, ...], int]:
     forward = worst.phases["forward"].categories
     waiting_bytes = forward.get("layer working set", 0) + forward.get("staging", 0)
     seconds = sum(report.step_s for report in reports)
-    _say(
+    say(
         f"   losses {', '.join(f'{loss:.4f}' for loss in losses)}; layers hold {format_bytes(waiting_bytes)} after "
         f"forward; peak of everything {format_bytes(worst.peak_bytes)}; {seconds:.0f} s"
     )
     if kept:
         density = sum(each.density for each in kept) / len(kept)
-        _say(f"   {density:.0%} of the activations are not zero")
+        say(f"   {density:.0%} of the activations are not zero")
     return losses, waiting_bytes
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
