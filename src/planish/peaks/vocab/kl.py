@@ -85,7 +85,7 @@ def linear_kl(  # noqa: PLR0913
         teacher_logit_scale: Multiplies the teacher's.
         teacher_softcap: Bounds them.
         logits_dtype: See `linear_cross_entropy`.
-        tile_bytes: Bytes of all working buffers together; None is 64 MiB.
+        tile_bytes: Bytes of all working buffers together; None is 60 MiB.
         num_valid: Number of targets that are not ignored, where it is known; it is then not read from a GPU.
 
     Returns:

@@ -98,7 +98,7 @@ def ring_linear_cross_entropy(  # noqa: PLR0913
         softcap: Bounds the scaled logits to softcap * tanh(y / softcap) (Gemma).
         logit_scale: Multiplies the logits (Granite, Cohere).
         logits_dtype: As of `linear_cross_entropy`.
-        tile_bytes: Bytes of pieces and tiles together; None is 64 MiB.
+        tile_bytes: Bytes of pieces and tiles together; None is 60 MiB.
         num_valid: Number of this rank's targets that are not ignored, where it is known.
 
     Returns:

@@ -52,7 +52,7 @@ def linear_topk_kl(  # noqa: PLR0913
         logit_scale: Multiplies the logits.
         softcap: Bounds them.
         logits_dtype: See `linear_cross_entropy`.
-        tile_bytes: Bytes of all working buffers together; None is 64 MiB.
+        tile_bytes: Bytes of all working buffers together; None is 60 MiB.
 
     Returns:
         The loss in float32 (float64 for float64).
