@@ -24,6 +24,25 @@ def plan(capsys):
 
 
 @pytest.fixture
+def on_tiny_model(model_folder, text_file, tmp_path, capsys):
+    """Return (*settings) -> (verb, *flags, family) -> (exit code, stdout, stderr); a run goes to tmp_path / "run"."""
+
+    def with_settings(*settings):
+        def run(verb, *flags, family="llama"):
+            folder = tmp_path / f"model-{family}"
+            words = [verb, "--model.from", str(folder if folder.exists() else model_folder(family))]
+            words += ["--data.train", str(text_file), "--data.context", "32", *settings]
+            words += ["--save.dir", str(tmp_path / "run"), "--train.schedule", "constant"]
+            code = main([*words, *map(str, flags)])
+            said = capsys.readouterr()
+            return code, said.out, said.err
+
+        return run
+
+    return with_settings
+
+
+@pytest.fixture
 def torchrun():
     """Return (*words, ranks) -> (exit code, stdout, stderr) of each rank, forked as `torchrun` would start them.
 

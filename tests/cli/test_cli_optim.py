@@ -13,19 +13,8 @@ BUILT_IN = ["--model.from", "smollm2-135m", "--data.context", "1024"]
 
 
 @pytest.fixture
-def say(model_folder, text_file, tmp_path, capsys):
-    """Return (verb, *flags, family) -> (exit code, stdout, stderr) on a tiny model; a run goes to tmp_path / "run"."""
-
-    def run(verb, *flags, family="llama"):
-        folder = tmp_path / f"model-{family}"
-        words = [verb, "--model.from", str(folder if folder.exists() else model_folder(family))]
-        words += ["--data.train", str(text_file), "--data.context", "32", "--model.dtype", "bf16"]
-        words += ["--save.dir", str(tmp_path / "run"), "--train.schedule", "constant"]
-        code = main([*words, *map(str, flags)])
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return run
+def say(on_tiny_model):
+    return on_tiny_model("--model.dtype", "bf16")
 
 
 def losses(tmp_path):

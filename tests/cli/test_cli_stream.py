@@ -13,20 +13,8 @@ SMALL = ("--plan.optim.chunk_bytes", "16KiB", "--plan.optim.slots", 2)
 
 
 @pytest.fixture
-def say(model_folder, text_file, tmp_path, capsys):
-    """Return (verb, *flags, family) -> (exit code, stdout, stderr) on a tiny model; a run goes to tmp_path / "run"."""
-
-    def run(verb, *flags, family="llama"):
-        folder = tmp_path / f"model-{family}"
-        words = [verb, "--model.from", str(folder if folder.exists() else model_folder(family))]
-        words += ["--data.train", str(text_file), "--data.context", "32", "--train.weight_decay", "0.1"]
-        words += ["--save.dir", str(tmp_path / "run"), "--train.schedule", "constant"]
-        code = main([*words, *map(str, flags)])
-        said = capsys.readouterr()
-        print(said.err)
-        return code, said.out, said.err
-
-    return run
+def say(on_tiny_model):
+    return on_tiny_model("--train.weight_decay", "0.1")
 
 
 def on_disk(folder, *more):

@@ -75,13 +75,14 @@ def test_the_ranks_that_are_left_stop_and_name_the_one_that_is_lost(words, tmp_p
     assert (tmp_path / "run" / "latest").read_text().startswith("step-")
 
 
-def test_a_restarted_job_is_the_one_that_was_never_killed(words, tmp_path):
-    with launch(words("killed"), ranks=2, restarts=2) as job:
-        kill_one(tmp_path / "killed", 12)
-        kill_one(tmp_path / "killed", 33)
+def check_restarted(words, tmp_path, *settings, kills, family):
+    """Kill a rank after each step of `kills`; the job that went on must be the one that nobody killed."""
+    with launch([*words("killed", family), *settings], ranks=2, restarts=len(kills)) as job:
+        for step in kills:
+            kill_one(tmp_path / "killed", step)
         said, _ = job.communicate(timeout=240)
     assert job.returncode == 0, said
-    with launch(words("whole"), ranks=2) as whole:
+    with launch([*words("whole", family), *settings], ranks=2) as whole:
         said, _ = whole.communicate(timeout=120)
     assert whole.returncode == 0, said
     killed, undisturbed = (
@@ -91,10 +92,14 @@ def test_a_restarted_job_is_the_one_that_was_never_killed(words, tmp_path):
     assert killed == undisturbed
 
 
+def test_a_restarted_job_is_the_one_that_was_never_killed(words, tmp_path):
+    check_restarted(words, tmp_path, kills=(12, 33), family="qwen3-moe")
+
+
 def test_an_upcycled_mixture_trains_with_its_experts_over_ranks(words, tmp_path):
     upcycled = ["--model.moe.experts", "6", "--model.moe.top-k", "2", "--plan.dispatch.method", "pipelined"]
     upcycled += ["--plan.dispatch.borrow-routes", "1", "--train.global-tokens", "128", "--model.dtype", "fp32"]
-    for ranks, mesh in ((4, ["--mesh.ep", "2", "--memory", "1GiB"]), (1, [])):
+    for ranks, mesh in ((4, ["--mesh.ep", "4", "--memory", "1GiB"]), (1, [])):
         with launch([*words(f"{ranks}", "llama"), *upcycled, *mesh, "--train.steps", "5"], ranks=ranks) as job:
             said, _ = job.communicate(timeout=120)
         assert job.returncode == 0, said
@@ -115,19 +120,7 @@ def test_the_stages_that_are_left_stop_and_name_the_one_that_is_lost(words, tmp_
 
 
 def test_a_restarted_pipeline_is_the_one_that_was_never_killed(words, tmp_path):
-    pipeline = ["--mesh.pp", "2", "--train.grad-accum", "3"]
-    with launch([*words("killed", "llama"), *pipeline], ranks=2, restarts=1) as job:
-        kill_one(tmp_path / "killed", 12)
-        said, _ = job.communicate(timeout=240)
-    assert job.returncode == 0, said
-    with launch([*words("whole", "llama"), *pipeline], ranks=2) as whole:
-        said, _ = whole.communicate(timeout=120)
-    assert whole.returncode == 0, said
-    killed, undisturbed = (
-        [(line["step"], line["loss"].hex(), line["grad_norm"].hex()) for line in lines(tmp_path / name)]
-        for name in ("killed", "whole")
-    )
-    assert killed == undisturbed
+    check_restarted(words, tmp_path, "--mesh.pp", "2", "--train.grad-accum", "3", kills=(12,), family="llama")
 
 
 def test_a_vocabulary_over_ranks_trains_and_resumes_at_another_number(words, tmp_path):
