@@ -1,0 +1,227 @@
+"""The sub-blocks of a parent's layers, found in its module tree and tried on numbers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from planish.compress.space import (
+    KeepExperts,
+    KeepHeads,
+    LayerSpace,
+    Menu,
+    SlidingWindow,
+    Space,
+    Width,
+    attention_options,
+    ffn_options,
+)
+from planish.errors import UsageError
+from planish.models.anatomy import Anatomy, find
+from planish.models.load import text_config
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_FFN = ("gate_proj", "up_proj", "down_proj")
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerParts:
+    """One layer of a parent.
+
+    Attributes:
+        name: The layer's path in the model.
+        layer: The layer.
+        attention: With q_proj, k_proj, v_proj and o_proj.
+        ffn: With gate_proj, up_proj and down_proj, or a mixture of experts.
+        norm_attention: Before attention.
+        norm_ffn: Before the feed-forward network.
+        num_heads: Query heads.
+        kv_heads: Heads of keys and values.
+        head_dim: Width of one head.
+        window: Tokens that attention sees; None: all before.
+        width: Channels of the network; None for a mixture.
+    """
+
+    name: str
+    layer: nn.Module
+    attention: nn.Module
+    ffn: nn.Module
+    norm_attention: nn.Module
+    norm_ffn: nn.Module
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    width: int | None
+
+    @property
+    def parent_attention(self) -> KeepHeads | SlidingWindow:
+        """Its attention as an option."""
+        if self.window is None:
+            return KeepHeads(kv_heads=self.kv_heads)
+        return SlidingWindow(window=self.window, kv_heads=self.kv_heads)
+
+    @property
+    def parent_ffn(self) -> Width | KeepExperts:
+        """Its feed-forward network as an option."""
+        return KeepExperts() if self.width is None else Width(width=self.width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A parent and its layers."""
+
+    anatomy: Anatomy
+    layers: tuple[LayerParts, ...]
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The parent."""
+        return self.anatomy.model
+
+
+def find_parts(model: PreTrainedModel) -> Parts:
+    """Return the sub-blocks of every layer of `model`.
+
+    Raises:
+        UsageError: Layers of another make than norm, attention, norm, network on a plain residual stream.
+    """
+    anatomy = find(model)
+    windows = layer_windows(model, len(anatomy.layers))
+    pairs = zip(anatomy.layers.items(), windows, strict=True)
+    _try_ends(model, list(anatomy.layers.values()))
+    return Parts(
+        anatomy=anatomy, layers=tuple(_layer_parts(model, name, layer, window) for (name, layer), window in pairs)
+    )
+
+
+def discover(model: PreTrainedModel, menu: Menu | None = None) -> Space:
+    """Return what the children of `model` may be, read off its module tree.
+
+    Args:
+        model: A transformers causal LM of Llama's make (Mistral, Qwen, Mixtral, ...); its mixtures stay whole.
+        menu: The options; default: `Menu()`.
+
+    Raises:
+        UsageError: As `find_parts`; options that the model cannot have.
+    """
+    parts, menu = find_parts(model), menu or Menu()
+    layers = tuple(
+        LayerSpace(attention=attention_options(each.parent_attention, menu), ffn=ffn_options(each.parent_ffn, menu))
+        for each in parts.layers
+    )
+    head = parts.anatomy.head
+    return Space(
+        layers=layers,
+        hidden_size=parts.anatomy.hidden_size,
+        num_heads=parts.layers[0].num_heads,
+        head_dim=parts.layers[0].head_dim,
+        vocab_size=head.weight.shape[0],
+        tied=head.weight is model.get_input_embeddings().weight,
+    )
+
+
+def layer_windows(model: PreTrainedModel, count: int) -> list[int | None]:
+    """Return the tokens that each layer's attention sees, None for all before."""
+    config = text_config(model.config)
+    found: list[int | None] = []
+    for index in range(count):
+        layer: Any = config.per_layer_config[index]
+        kinds = getattr(layer, "layer_types", None)
+        slides = kinds is None or "sliding" in kinds[index]
+        found.append(getattr(layer, "sliding_window", None) if slides else None)
+    return found
+
+
+def _layer_parts(model: PreTrainedModel, name: str, layer: nn.Module, window: int | None) -> LayerParts:
+    parts = dict(layer.named_children())
+    kind = type(layer).__name__
+    if set(parts) != _LAYER:
+        raise UsageError(
+            f"`model.from`: {kind} has {', '.join(sorted(parts))}; planish compresses layers made of "
+            f"{', '.join(sorted(_LAYER))} (Llama, Mistral, Qwen, Mixtral)."
+        )
+    attention, ffn = parts["self_attn"], parts["mlp"]
+    missing = [each for each in _ATTENTION if not isinstance(getattr(attention, each, None), nn.Linear)]
+    if missing:
+        raise UsageError(f"`model.from`: {type(attention).__name__} has no linear {missing[0]}; it cannot be cut.")
+    dense = all(isinstance(getattr(ffn, each, None), nn.Linear) for each in _FFN)
+    if not dense and "experts" not in dict(ffn.named_children()):
+        raise UsageError(
+            f"`model.from`: {type(ffn).__name__} is no gated network and no mixture of experts; planish cannot cut it."
+        )
+    head_dim = attention.head_dim
+    found = LayerParts(
+        name=name,
+        layer=layer,
+        attention=attention,
+        ffn=ffn,
+        norm_attention=parts["input_layernorm"],
+        norm_ffn=parts["post_attention_layernorm"],
+        num_heads=attention.q_proj.out_features // head_dim,
+        kv_heads=attention.k_proj.out_features // head_dim,
+        head_dim=head_dim,
+        window=window,
+        width=ffn.down_proj.in_features if dense else None,
+    )
+    _try(model, found)
+    return found
+
+
+@torch.no_grad()
+def _try_ends(model: PreTrainedModel, layers: list[nn.Module]) -> None:
+    """Refuse a decoder that does more than embedding, layers and norm."""
+    backbone: Any = model.get_decoder()
+    embedding = model.get_input_embeddings()
+    if embedding.weight.is_meta:
+        return
+    seen: dict[str, Tensor] = {}
+    hooks = [
+        layers[0].register_forward_pre_hook(lambda _, inputs: seen.update(first=inputs[0])),
+        layers[-1].register_forward_hook(lambda _, __, output: seen.update(last=output)),
+    ]
+    ids = torch.arange(2, device=model.device)[None]
+    try:
+        output = backbone(input_ids=ids, use_cache=False).last_hidden_state
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not torch.equal(seen["first"], embedding(ids)) or not torch.equal(output, backbone.norm(seen["last"])):
+        raise UsageError(
+            f"`model.from`: {type(backbone).__name__} does more than embedding, layers and norm (multipliers); planish "
+            "cannot cut it."
+        )
+
+
+@torch.no_grad()
+def _try(model: PreTrainedModel, parts: LayerParts) -> None:
+    """Refuse a layer that computes something else than its sub-blocks on a plain residual stream."""
+    if parts.attention.q_proj.weight.is_meta:
+        return
+    numbers = torch.linspace(-1, 1, 2 * parts.attention.q_proj.in_features, device=model.device)
+    x = numbers.to(model.dtype).view(1, 2, -1)
+    seen = _positions(model, x)
+    expected = parts.layer(x, **seen)
+    h = x + parts.attention(hidden_states=parts.norm_attention(x), **seen)[0]
+    found = h + parts.ffn(parts.norm_ffn(h))
+    if not torch.equal(expected, found):
+        raise UsageError(
+            f"`model.from`: {type(parts.layer).__name__} does not add attention and network to a plain residual "
+            "stream (multipliers, norms elsewhere); planish cannot cut it."
+        )
+    ffn: Any = parts.ffn
+    if parts.width is not None and not torch.equal(
+        ffn(x), ffn.down_proj(ffn.act_fn(ffn.gate_proj(x)) * ffn.up_proj(x))
+    ):
+        raise UsageError(
+            f"`model.from`: {type(ffn).__name__} is no gated network, down(act(gate) * up); planish cannot cut it."
+        )
+
+
+def _positions(model: PreTrainedModel, x: Tensor) -> dict[str, Any]:
+    position_ids = torch.arange(x.shape[1], device=x.device)[None]
+    rotary: Any = model.get_decoder().rotary_emb
+    return {"attention_mask": None, "position_ids": position_ids, "position_embeddings": rotary(x, position_ids)}
