@@ -13,6 +13,7 @@ from planish.methods import (
     Apollo,
     Blocked,
     Checkpoint,
+    Packed,
     Pipelined,
     Plain,
     Plan,
@@ -42,7 +43,8 @@ class RunFile:
         if train.global_tokens is not None and train.global_tokens % unit:
             near = max(1, round(train.global_tokens / unit)) * unit
             sizes = f"{self.data.context} x {train.grad_accum}"
-            ranks = "" if self.mesh.readers == 1 else " x the ranks of `mesh`"
+            of = "" if self.mesh.cp == 1 else " / `mesh.cp`"
+            ranks = "" if self.mesh.readers == 1 else f" x the ranks of `mesh`{of}"
             sizes += "" if self.mesh.readers == 1 else f" x {self.mesh.readers}"
             raise ValueError(
                 f"`train.global_tokens` ({train.global_tokens}) must be a multiple of `data.context` x "
@@ -60,6 +62,7 @@ class RunFile:
                 "vocabulary, or neither."
             )
 
+        self._check_sequence()
         if self.mesh.pp > 1:
             self._check_pipeline()
         elif self.plan.pipeline is not None:
@@ -67,15 +70,28 @@ class RunFile:
 
     @property
     def rows_per_microbatch(self) -> int:
-        """Rows of `data.context` tokens in one rank's microbatch."""
+        """Rows of `data.context` tokens in one rank's microbatch; with `mesh.cp` it holds a span of each."""
         if self.train.global_tokens is None:
             return 1
         return self.train.global_tokens // (self.data.context * self.train.grad_accum * self.mesh.readers)
 
     @property
     def tokens_per_microbatch(self) -> int:
-        """Rows x context of one rank's microbatch."""
-        return self.rows_per_microbatch * self.data.context
+        """The most tokens of one rank's microbatch: rows x context, or x its largest span."""
+        return self.rows_per_microbatch * -(-self.data.context // self.mesh.cp)
+
+    def _check_sequence(self) -> None:
+        degree = self.mesh.cp
+        if degree > 1 and not isinstance(self.plan.attention, Packed):
+            raise ValueError(
+                f"`mesh.cp` ({degree}) shares rows between ranks, which `plan.attention` = packed alone can do; set "
+                "it, or leave `mesh.cp` out."
+            )
+        if degree > self.data.context:
+            raise ValueError(
+                f"`mesh.cp` ({degree}) must not exceed `data.context` ({self.data.context}): each rank takes a span "
+                f"of every row; set `mesh.cp` to {self.data.context} or less."
+            )
 
     def _check_optim(self) -> None:
         method, in_backward = self.plan.optim, updates_in_backward(self.plan.optim)

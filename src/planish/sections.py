@@ -196,6 +196,7 @@ class MeshSection:
         replicate: Groups of such ranks that hold the same shards; with `dp = 1`, each rank holds everything.
         ep: Ranks of `dp` over which the experts of a layer are spread; tokens travel to them.
         vp: Ranks of `dp` that share the vocabulary, each with its rows of head and embedding.
+        cp: Ranks of `dp` that share rows, each with its span of every row's tokens.
         pp: Ranks over which layers are divided, in stages that take turns; embedding and head are shared by all.
         timeout_s: Seconds after which a rank that does not answer is lost.
     """
@@ -204,32 +205,33 @@ class MeshSection:
     replicate: Count = 1
     ep: Count = 1
     vp: Count = 1
+    cp: Count = 1
     pp: Count = 1
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"`mesh.timeout_s` must be above 0, got {self.timeout_s}; try 600.")
-        for name, degree in (("ep", self.ep), ("vp", self.vp)):
+        for name, degree in (("ep", self.ep), ("vp", self.vp), ("cp", self.cp)):
             if self.dp is not None and self.dp % degree:
                 raise ValueError(
                     f"`mesh.{name}` ({degree}) must divide `mesh.dp` ({self.dp}); one of {_divisors(self.dp)}."
                 )
-        if self.pp > 1 and (self.dp or 1) * self.replicate * self.ep * self.vp > 1:
+        if self.pp > 1 and (self.dp or 1) * self.replicate * self.ep * self.vp * self.cp > 1:
             raise ValueError(
-                f"`mesh.pp` ({self.pp}) takes all ranks; set `mesh.dp`, `mesh.replicate`, `mesh.ep` and `mesh.vp` to "
-                "1, or leave `mesh.pp` out."
+                f"`mesh.pp` ({self.pp}) takes all ranks; set `mesh.dp`, `mesh.replicate`, `mesh.ep`, `mesh.vp` and "
+                "`mesh.cp` to 1, or leave `mesh.pp` out."
             )
 
     @property
     def size(self) -> int:
         """Ranks of the run."""
-        return self.readers * self.pp
+        return (self.dp or 1) * self.replicate * self.pp
 
     @property
     def readers(self) -> int:
-        """Ranks that take rows of their own; the stages of a pipeline all work on the same."""
-        return (self.dp or 1) * self.replicate
+        """Ranks, or groups of `cp`, that take rows of their own; the stages of a pipeline all work on the same."""
+        return max(1, (self.dp or 1) * self.replicate // self.cp)
 
     @property
     def sharded(self) -> bool:

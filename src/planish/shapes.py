@@ -1,6 +1,7 @@
 """Sizes as pure data: what a price needs to know about a model and a batch."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 
@@ -13,6 +14,12 @@ def shard_of(sizes: tuple[int, ...], num_shards: int) -> tuple[int, ...]:
     """Return the sizes of the first shard, which is no smaller than any other."""
     axis = shard_axis(sizes, num_shards)
     return (*sizes[:axis], -(-sizes[axis] // num_shards), *sizes[axis + 1 :])
+
+
+def spans(width: int, num_ranks: int) -> tuple[slice, ...]:
+    """Return the part of a row of `width` tokens that each rank takes, in order; the last is no shorter than any."""
+    edges = [rank * width // num_ranks for rank in range(num_ranks + 1)]
+    return tuple(slice(start, stop) for start, stop in pairwise(edges))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

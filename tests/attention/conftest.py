@@ -14,6 +14,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+import ranks
 from planish.peaks.attention.packed import packed_attention
 
 VOCAB = 64
@@ -74,3 +75,11 @@ def make_model(packed_name):
         return model.train()
 
     return make
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    """Four live processes; see `ranks.Ranks`."""
+    found = ranks.Ranks(tmp_path_factory.mktemp("ranks"))
+    yield found
+    found.close()

@@ -8,9 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planish.peaks.attention.choose import choose_kernel
 from planish.peaks.attention.documents import Shape, document_bounds
 from planish.peaks.attention.kernel import Attention
-from planish.peaks.attention.packed import causal_attention, choose_kernel
+from planish.peaks.attention.packed import causal_attention
 from planish.peaks.attention.reference import reference_attention
 from planish.peaks.attention.tiled import TiledKernel
 from planish.peaks.attention.varlen import VarlenKernel

@@ -22,12 +22,13 @@ def run_ranks(
     replicate: int = 1,
     ep: int = 1,
     vp: int = 1,
+    cp: int = 1,
     pp: int = 1,
     timeout_s: float = 60,
 ) -> list[Any]:
     """Return what `work` returns on each of `dp` x `replicate` x `pp` forked ranks, by rank."""
     size = dp * replicate * pp
-    mesh = MeshSection(dp=dp, replicate=replicate, ep=ep, vp=vp, pp=pp, timeout_s=timeout_s)
+    mesh = MeshSection(dp=dp, replicate=replicate, ep=ep, vp=vp, cp=cp, pp=pp, timeout_s=timeout_s)
 
     def take_part(port: int, rank: int) -> Any:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "TORCHELASTIC_USE_AGENT_STORE": True}

@@ -27,7 +27,7 @@ def train_in_float64(run, model, tokenizer, world):
             lambda: model, run.plan, tokens=tokens, ledger=ledger, facts=MeasuredFacts(), scope=scope, world=world
         )
         reader, readers = world.reader
-        feed = RankFeed(open_run_feed(run, tokenizer, rows=rows * readers), rank=reader, rows=rows)
+        feed = RankFeed(open_run_feed(run, tokenizer, rows=rows * readers), rank=reader, rows=rows, place=world.place)
         optimizer = build_optimizer(engine, run, scope)
         job = Job(run=run, tokenizer=None, engine=engine, optimizer=optimizer, feed=feed, eval_batches=list)
         reports = [train_step(job, step) for step in range(1, 4)]

@@ -209,7 +209,7 @@ def test_a_rank_that_raises_leaves_no_other_hanging(pool, mode, phase, then):
     answers = pool.run(ring_work.raise_inside, 4, mode=mode, phase=phase, leaves=then == "leaves")
     assert answers[1] == "MemoryError: no room"
     for other in (answers[0], *answers[2:]):
-        assert other.startswith("RuntimeError: a hop of the ring failed: a neighbour raised, is gone, or was late by")
+        assert other.startswith("RuntimeError: an exchange between ranks failed: one raised, is gone, or was late by")
 
 
 @pytest.mark.parametrize("mode", ["weights", "hidden", "gather"])

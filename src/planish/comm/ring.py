@@ -58,8 +58,15 @@ class Circle:
 
     def swap(self, into: Tensor, out: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
         """Send `sent[r]` numbers of flat `out` to each rank r, and take `received[r]` of its into `into`."""
-        if self.group is not None:
-            dist.all_to_all_single(into, out, list(received), list(sent), group=self.group)
+        wait(self.begin_swap(into, out, received, sent))
+
+    def begin_swap(self, into: Tensor, out: Tensor, received: Sequence[int], sent: Sequence[int]) -> list[dist.Work]:
+        """Begin a `swap`, for `wait`; neither tensor may be touched meanwhile."""
+        if self.group is None:
+            return []
+        with _told():
+            work = dist.all_to_all_single(into, out, list(received), list(sent), group=self.group, async_op=True)
+        return [] if work is None else [work]
 
     def gather(self, into: Tensor, own: Tensor) -> None:
         """Fill `into`, [size, ...], with what each rank has as `own`."""
@@ -182,10 +189,10 @@ def wait(hop: Sequence[dist.Work]) -> None:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Say what it means that a hop fails."""
+    """Say what it means that an exchange fails."""
     try:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"a hop of the ring failed: a neighbour raised, is gone, or was late by the group's time-out: {error}"
+            f"an exchange between ranks failed: one raised, is gone, or was late by the group's time-out: {error}"
         ) from error

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planish import errors
+from planish.comm.ring import Circle
 from planish.errors import PlanishError, UsageError, WorldFailed
 from planish.sections import MeshSection
 
@@ -37,6 +38,7 @@ class World:
         vocab: Axes "copies" x "vp" over the same ranks; None where they do not share the vocabulary.
         assumed: The others are not there, and are taken to give what this rank gives.
         pipeline: Axis "pp" over the ranks, whose stages all work on the same rows; None where there is no pipeline.
+        sequence: Axes "copies" x "cp" over the same ranks; None where each has whole rows.
     """
 
     rank: int = 0
@@ -46,11 +48,36 @@ class World:
     vocab: DeviceMesh | None = None
     assumed: bool = False
     pipeline: DeviceMesh | None = None
+    sequence: DeviceMesh | None = None
 
     @property
     def reader(self) -> tuple[int, int]:
         """Which rows this rank takes of each batch: those of the reader (number, of so many)."""
-        return (self.rank, self.size) if self.pipeline is None else (0, 1)
+        if self.pipeline is not None:
+            return 0, 1
+        _, sharers = self.place
+        return self.rank // sharers, self.size // sharers
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which span of its rows this rank takes: (number, of so many); an assumed one takes the last, the largest."""
+        if self.sequence is None:
+            return 0, 1
+        sharers = self.sequence["cp"].size()
+        return sharers - 1 if self.assumed else self.rank % sharers, sharers
+
+    @property
+    def circle(self) -> Circle | None:
+        """The ranks that share this one's rows, in the order of their spans; None where no other does."""
+        if self.sequence is None:
+            return None
+        place, sharers = self.place
+        return Circle(rank=place, size=sharers, group=self.sequence["cp"].get_group())
+
+    @property
+    def counts(self) -> bool:
+        """Whether other ranks have tokens of their own."""
+        return self.size > 1 and self.pipeline is None
 
     @property
     def leads(self) -> bool:
@@ -58,16 +85,16 @@ class World:
         return self.rank == 0
 
     def sum(self, number: int) -> int:
-        """Return the sum of `number` over the readers. Communication: one all-reduce of 8 bytes."""
-        return number if self.reader == (0, 1) else self._reduce(number, dist.ReduceOp.SUM)
+        """Return the sum of `number` over ranks with tokens of their own. Communication: one all-reduce of 8 bytes."""
+        return self._reduce(number, dist.ReduceOp.SUM) if self.counts else number
 
     def max(self, number: int) -> int:
         """Return the largest `number` of any rank. Communication: one all-reduce of 8 bytes."""
         return self._reduce(number, dist.ReduceOp.MAX)
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, summed over the readers in place. Communication: one all-reduce of its bytes."""
-        if self.reader != (0, 1):
+        """Return `tensor`, summed over ranks with tokens of their own. Communication: one all-reduce of its bytes."""
+        if self.counts:
             dist.all_reduce(tensor)
         return tensor
 
@@ -258,8 +285,17 @@ def _world(mesh: MeshSection, device_type: str, *, rank: int = 0, assumed: bool 
         return World(rank=rank, size=mesh.size, mesh=stages, pipeline=stages, assumed=assumed)
     axes = ("replicate", "dp")
     devices = init_device_mesh(device_type, (mesh.replicate, mesh.dp or 1), mesh_dim_names=axes)
-    experts, vocab = _expert_axes(mesh, device_type), _vocab_axes(mesh, device_type)
-    return World(rank=rank, size=mesh.size, mesh=devices, experts=experts, vocab=vocab, assumed=assumed)
+    experts = _expert_axes(mesh, device_type)
+    vocab, sequence = (_axes(mesh, name, degree, device_type) for name, degree in (("vp", mesh.vp), ("cp", mesh.cp)))
+    return World(
+        rank=rank,
+        size=mesh.size,
+        mesh=devices,
+        experts=experts,
+        vocab=vocab,
+        sequence=sequence,
+        assumed=assumed,
+    )
 
 
 def _expert_axes(mesh: MeshSection, device_type: str) -> DeviceMesh | None:
@@ -271,10 +307,10 @@ def _expert_axes(mesh: MeshSection, device_type: str) -> DeviceMesh | None:
     return axes
 
 
-def _vocab_axes(mesh: MeshSection, device_type: str) -> DeviceMesh | None:
-    if mesh.vp == 1:
+def _axes(mesh: MeshSection, name: str, degree: int, device_type: str) -> DeviceMesh | None:
+    if degree == 1:
         return None
-    return init_device_mesh(device_type, (mesh.size // mesh.vp, mesh.vp), mesh_dim_names=("copies", "vp"))
+    return init_device_mesh(device_type, (mesh.size // degree, degree), mesh_dim_names=("copies", name))
 
 
 def _store() -> dist.Store:

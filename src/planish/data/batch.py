@@ -38,6 +38,8 @@ class Piece:
 class Batch:
     """B rows of S tokens; each row holds pieces of documents, one after the other.
 
+    One that was cut holds so many columns of the rows, and the bounds of whole rows.
+
     Attributes:
         input_ids: int64 [B, S].
         target: int64 [B, S]: the next token of the same document, -100 where nothing is counted.
@@ -53,6 +55,26 @@ class Batch:
     cu_seq_lens: tuple[int, ...]
     num_valid: int
     num_bytes: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of whole rows."""
+        return self.cu_seq_lens[-1]
+
+    def cut(self, columns: slice, *, first: bool) -> "Batch":
+        """Return some columns of the rows; targets stay those of whole rows. Bytes of text count with the `first`."""
+        input_ids, target, position_ids = (
+            each[:, columns].clone(memory_format=torch.contiguous_format)  # its own storage, of these columns alone
+            for each in (self.input_ids, self.target, self.position_ids)
+        )
+        return replace(
+            self,
+            input_ids=input_ids,
+            target=target,
+            position_ids=position_ids,
+            num_valid=int((target != IGNORED).sum()),
+            num_bytes=self.num_bytes if first or self.num_bytes is None else 0,
+        )
 
     def uncounted(self) -> "Batch":
         """Return the batch with no target that counts."""

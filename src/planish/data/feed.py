@@ -25,13 +25,14 @@ class Feed:
     Exactness: after `seek(position)` every batch is bitwise what it would have been.
     """
 
-    def __init__(self, cursor: Cursor, *, context: int, rows: int, pack: Pack, pad_id: int) -> None:
+    def __init__(self, cursor: Cursor, *, context: int, rows: int, pack: Pack, pad_id: int, least: int = 1) -> None:
         """Lay the cursor's documents into batches; see `open_feed`."""
         self._cursor = cursor
         self._context = context
         self._rows = rows
         self._pack = pack
         self._pad_id = pad_id
+        self._least = least
 
     @property
     def position(self) -> FeedPosition:
@@ -54,7 +55,7 @@ class Feed:
         """
         full = self._pack == "documents" or self._cursor.at_start
         rows = [self._row() for _ in range(self._rows)]
-        width = self._context if full else max(sum(map(len, row)) for row in rows)
+        width = self._context if full else max(self._least, *(sum(map(len, row)) for row in rows))
         return assemble(rows[start:stop], width=width, pad_id=self._pad_id)
 
     def _row(self) -> list[Piece]:
@@ -78,6 +79,7 @@ def open_feed(  # noqa: PLR0913 - keyword-only options of a public function
     loss_on: LossOn = "all",
     long_documents: LongDocuments = "split",
     weights: Sequence[float] = (),
+    least: int = 1,
 ) -> Feed:
     """Return the feed over `sources`, standing before its first document.
 
@@ -94,6 +96,7 @@ def open_feed(  # noqa: PLR0913 - keyword-only options of a public function
         loss_on: Count every token, or only what the assistant says in chat `messages`.
         long_documents: Cut documents longer than `context`, or refuse them.
         weights: Share of the tokens of each source; none: all documents are shuffled together.
+        least: Shortest row; shorter ones are filled up.
 
     Raises:
         UsageError: A source that cannot be used.
@@ -108,7 +111,7 @@ def open_feed(  # noqa: PLR0913 - keyword-only options of a public function
         seed=seed,
         longest=context if long_documents == "refuse" else None,
     )
-    return Feed(cursor, context=context, rows=rows, pack=pack, pad_id=encode.pad_id)
+    return Feed(cursor, context=context, rows=rows, pack=pack, pad_id=encode.pad_id, least=least)
 
 
 def check_readable(

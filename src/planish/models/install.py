@@ -2,24 +2,22 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import assert_never
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from planish.comm.ring import Circle
 from planish.errors import UsageError
 from planish.memory.far import FarTier
 from planish.methods import (
-    Attention,
     Batched,
     Blocked,
     Boundary,
     Checkpoint,
     Dispatch,
     Offload,
-    Packed,
     Pipelined,
     Plain,
     Plan,
@@ -28,19 +26,19 @@ from planish.methods import (
     keeps_attention,
 )
 from planish.models.anatomy import find
+from planish.models.attention import install_attention
 from planish.models.embedding import share_embedding
 from planish.models.experts import Seen, Shared, find_experts, install_experts
 from planish.models.feed_forward import replace_feed_forwards
 from planish.models.forward import loss_forward
 from planish.models.head import head_loss
+from planish.models.part import Part
 from planish.peaks.activation.keep import Keeper
-from planish.peaks.attention.packed import packed_attention
 from planish.peaks.boundary.offload import FarBudget, open_store
 from planish.peaks.boundary.remembered import Run, remembering
 from planish.price.boundary import Depth
 from planish.price.config import read_config
 
-ATTENTION_NAME = "planish"
 Label = Callable[[int, Tensor], None]
 
 
@@ -66,16 +64,7 @@ class Installed:
             each()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One part that was replaced, and the way back."""
-
-    sentence: str
-    restore: Callable[[], None]
-    tiers: tuple[FarTier, ...] = ()
-
-
-def install(
+def install(  # noqa: PLR0913 (keyword-only options)
     model: nn.Module,
     plan: Plan,
     *,
@@ -85,6 +74,7 @@ def install(
     dry: bool = False,
     experts: dist.ProcessGroup | None = None,
     vocab: dist.ProcessGroup | None = None,
+    sequence: Circle | None = None,
 ) -> Installed:
     """Put the plan's methods into `model` through transformers' own seams; any loop or trainer may run it then.
 
@@ -104,6 +94,9 @@ def install(
         dry: The model's tensors are fake: far memory is accounted for and not taken, nothing packed.
         experts: Ranks that the experts are spread over, as DTensors with `Shard(0)`; needs `dispatch = pipelined`.
         vocab: Ranks that share head and embedding, as DTensors with `Shard(0)`; needs `vocab = ring`.
+        sequence: Ranks that share rows, in the order of their spans (`shapes.spans`); needs `attention = packed`. The
+            model is then called with a span's `input_ids` and `position_ids`, and with `cu_seq_lens_q` of whole rows
+            as Python ints; with `labels` of the span each rank's loss is its part of the mean over all.
 
     Returns:
         What was replaced, with `undo()`.
@@ -138,12 +131,12 @@ def install(
 
     try:
         for part in (
-            lambda: _attention(model, plan.attention),
+            lambda: install_attention(model, plan.attention, sequence),
             activation,
             lambda: _boundary(model, plan.boundary, tokens=tokens, label=label, dry=dry),
             lambda: _dispatch(model, plan.dispatch, seen=seen, dry=dry, shared=shared),
             lambda: _embedding(model, plan.vocab, vocab),
-            lambda: _head(model, plan.vocab, vocab),
+            lambda: _head(model, plan.vocab, vocab, sequence),
         ):
             done += [each for each in [part()] if each is not None]
     except BaseException:
@@ -164,35 +157,6 @@ def _transformers_model(module: nn.Module) -> PreTrainedModel:
     if found is None:
         raise UsageError(f"{type(module).__name__} holds no transformers model; give `install` a causal LM.")
     return found
-
-
-def _attention(model: PreTrainedModel, method: Attention) -> Part | None:
-    match method:
-        case Plain():
-            return None
-        case Packed():
-            before = model.config._attn_implementation
-            AttentionInterface.register(ATTENTION_NAME, packed_attention)
-            model.set_attn_implementation(ATTENTION_NAME)
-            handle = model.get_decoder().register_forward_pre_hook(_refuse_left_padding, with_kwargs=True)
-
-            def restore() -> None:
-                handle.remove()
-                model.set_attn_implementation(before)
-
-            return Part(sentence=f"attention: {before} -> {ATTENTION_NAME}", restore=restore)
-        case _:
-            assert_never(method)
-
-
-def _refuse_left_padding(_module: nn.Module, _args: object, inputs: dict[str, Any]) -> None:
-    """Refuse a mask that hides a token before one that it shows: without a mask function nothing would hide it."""
-    mask = inputs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 1:] > mask[:, :-1]).any()):
-        raise UsageError(
-            "`attention_mask` hides tokens on the left, which packed attention would see; pad on the right, or set "
-            "`plan.attention` = plain."
-        )
 
 
 def _dispatch(model: PreTrainedModel, method: Dispatch, *, seen: Seen, dry: bool, shared: Shared | None) -> Part | None:
@@ -312,14 +276,16 @@ def _embedding(model: PreTrainedModel, method: Vocab, group: dist.ProcessGroup |
     )
 
 
-def _head(model: PreTrainedModel, method: Vocab, group: dist.ProcessGroup | None) -> Part | None:
+def _head(
+    model: PreTrainedModel, method: Vocab, group: dist.ProcessGroup | None, sequence: Circle | None
+) -> Part | None:
     match method:
         case Plain():
             return None
         case Blocked() | Ring():
             anatomy = find(model)
             before = model.__dict__.get("forward")
-            model.forward = loss_forward(anatomy, head_loss(anatomy, method, group=group))
+            model.forward = loss_forward(anatomy, head_loss(anatomy, method, group=group), sequence)
 
             def restore() -> None:
                 if before is None:

@@ -17,6 +17,7 @@ from planish.memory.report import PhasePeak, StepMemory
 from planish.models.int8 import loads_on_host, settle
 from planish.models.load import draw_model, load_config
 from planish.runfile import RunFile
+from planish.shapes import spans
 from planish.train.engine import build_engine
 from planish.train.evaluate import evaluate
 from planish.train.facts import AssumedFacts
@@ -31,15 +32,20 @@ _STEPS = 2
 class WorstCase:
     """Endless batches of the run's largest shape: full rows, one document each, every token counted."""
 
-    def __init__(self, run: RunFile, device_type: str) -> None:
+    def __init__(self, run: RunFile, device_type: str, place: tuple[int, int] = (0, 1)) -> None:
         rows, context = run.rows_per_microbatch, run.data.context
         ids = torch.zeros((rows, context), dtype=torch.int64, device=device_type)
-        self._batch = Batch(
+        whole = Batch(
             input_ids=ids,
             target=torch.zeros_like(ids),
             position_ids=torch.zeros_like(ids),
             cu_seq_lens=tuple(range(0, rows * context + 1, context)),
             num_valid=rows * context,
+        )
+        columns = spans(context, place[1])[place[0]]
+        ids = ids[:, columns].clone()
+        self._batch = replace(
+            whole, input_ids=ids, target=ids, position_ids=ids, num_valid=rows * (columns.stop - columns.start)
         )
 
     def next(self) -> Batch:
@@ -90,8 +96,8 @@ class DryRun:
 def dry_run(run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal["cpu", "cuda"] = "cpu") -> DryRun:
     """Return the peaks of `run`, executing the very code that will train on tensors without data.
 
-    Over several ranks they are those of the first, which holds at least as much as any other; no rank needs to be
-    there, and this process must not be one of several yet.
+    Over several ranks they are those of one with the first shards and the last span of its rows, which holds at least
+    as much as any other; no rank needs to be there, and this process must not be one of several yet.
 
     Memory:        none for tensors.
     Exactness:     equal to the ledger of the real run on these batches, to the byte, from the first forward on;
@@ -99,7 +105,8 @@ def dry_run(run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal
 
     Args:
         run: Every setting.
-        batches: Sizes to assume, in order and again from the first; none: the largest that the run can meet.
+        batches: Sizes to assume, in order and again from the first, as a rank takes them; none: the largest that the
+            run can meet.
         device_type: The device whose memory is asked about; a CUDA device need not be there.
 
     Raises:
@@ -121,7 +128,7 @@ def dry_run(run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal
                 dry=True,
                 world=world,
             )
-            feed = Replay(batches, mode) if batches else WorstCase(run, device_type)
+            feed = Replay(batches, mode) if batches else WorstCase(run, device_type, world.place)
             job = Job(
                 run=run,
                 tokenizer=None,

@@ -122,7 +122,7 @@ def build_engine(
     Args:
         load: Makes or returns the model.
         plan: One method per peak.
-        tokens: Rows x context of the largest microbatch.
+        tokens: Of the largest microbatch: rows x context, or x the largest span of it.
         ledger: Counts, where it is entered.
         facts: Reads numbers out of tensors.
         scope: Undoes everything when it closes.
@@ -150,7 +150,15 @@ def build_engine(
         with ledger.category("staging"):
             group = None if world.experts is None else world.experts["ep"].get_group()
             installed = install(
-                model, plan, tokens=tokens, label=restored, seen=routing.see, dry=dry, experts=group, vocab=vocab
+                model,
+                plan,
+                tokens=tokens,
+                label=restored,
+                seen=routing.see,
+                dry=dry,
+                experts=group,
+                vocab=vocab,
+                sequence=world.circle,
             )
             scope.callback(installed.undo)
         scope.enter_context(ledger.watch(model, head=anatomy.head))

@@ -19,6 +19,7 @@ from planish.models.load import load_model, load_tokenizer, run_device, sketch_m
 from planish.peaks.optim.stream_adamw import StreamAdamW
 from planish.runfile import RunFile
 from planish.sections import DataSection
+from planish.shapes import spans
 from planish.train.engine import Engine, build_engine
 from planish.train.facts import MeasuredFacts
 from planish.train.optimizer import Optimizer, build_optimizer
@@ -63,10 +64,16 @@ class RankFeed:
     """A rank's rows of each batch that the ranks read together; the position is the same on all.
 
     Every rank lays out the whole batch, so that the rows do not depend on how many ranks share them.
+
+    Args:
+        feed: The batches of all ranks together.
+        rank: Whose rows these are.
+        rows: Rows of each rank.
+        place: Which span of each row, of so many.
     """
 
-    def __init__(self, feed: Feed, *, rank: int, rows: int) -> None:
-        self._feed, self._start, self._stop = feed, rank * rows, (rank + 1) * rows
+    def __init__(self, feed: Feed, *, rank: int, rows: int, place: tuple[int, int] = (0, 1)) -> None:
+        self._feed, self._start, self._stop, self._place = feed, rank * rows, (rank + 1) * rows, place
 
     @property
     def position(self) -> FeedPosition:
@@ -79,7 +86,15 @@ class RankFeed:
 
     def next(self) -> Batch:
         """Return this rank's rows of the next batch."""
-        return self._feed.next(start=self._start, stop=self._stop)
+        return span_of(self._feed.next(start=self._start, stop=self._stop), self._place)
+
+
+def span_of(batch: Batch, place: tuple[int, int]) -> Batch:
+    """Return the span of each row that (number, of so many ranks) takes."""
+    number, sharers = place
+    if sharers == 1:
+        return batch
+    return batch.cut(spans(batch.input_ids.shape[1], sharers)[number], first=number == 0)
 
 
 def build(run: RunFile, ledger: Ledger, scope: ExitStack, world: World = ALONE) -> Job:
@@ -101,7 +116,7 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack, world: World = ALONE) 
     """
     tokenizer = load_tokenizer(run.model)
     rows, (reader, readers) = run.rows_per_microbatch, world.reader
-    feed = RankFeed(open_run_feed(run, tokenizer, rows=rows * readers), rank=reader, rows=rows)
+    feed = RankFeed(open_run_feed(run, tokenizer, rows=rows * readers), rank=reader, rows=rows, place=world.place)
     if world.leads:
         _check_data(run.data, tokenizer)
 
@@ -114,7 +129,7 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack, world: World = ALONE) 
             max_tokens=run.data.eval_tokens,
             loss_on=run.data.loss_on,
         )
-        return deal(batches, rank=reader, num_ranks=readers)
+        return (span_of(batch, world.place) for batch in deal(batches, rank=reader, num_ranks=readers))
 
     def load() -> PreTrainedModel:
         if (run.mesh.sharded or run.mesh.pp > 1) and not world.leads:
@@ -163,4 +178,5 @@ def open_run_feed(run: RunFile, tokenizer: PreTrainedTokenizerBase, *, rows: int
         loss_on=data.loss_on,
         long_documents=data.long_documents,
         weights=data.weights,
+        least=run.mesh.cp,
     )

@@ -98,7 +98,7 @@ def train_step(job: Job, step: int) -> StepReport:
         loss=mean_loss,
         grad_norm=grad_norm,
         lr=lr,
-        num_tokens=sum(batch.input_ids.numel() for batch in batches) * engine.world.reader[1],
+        num_tokens=sum(batch.num_tokens for batch in batches) * engine.world.reader[1],
         num_valid=num_valid,
         step_s=time.perf_counter() - started,
         memory=ledger.end_step(),

@@ -98,7 +98,7 @@ def _is_tabled(run: RunFile) -> bool:
 def _is_tabled_mesh(run: RunFile) -> bool:
     """Return whether tables say what one of the run's ranks holds: of shards and copies, and of nothing beside them."""
     mesh = run.mesh
-    return mesh.size == 1 or (mesh.ep == mesh.vp == 1 and isinstance(run.plan.optim, AdamW))
+    return mesh.size == 1 or (mesh.ep == mesh.vp == mesh.cp == 1 and isinstance(run.plan.optim, AdamW))
 
 
 def _copied(run: RunFile) -> bool:
@@ -185,6 +185,7 @@ def by_dry_run(run: RunFile) -> Estimate:
         NotPredictable: The step reads data.
     """
     from planish.train.dry_run import dry_run
+    from planish.train.job import span_of
     from planish.train.layer_trace import full_batch
 
     if run.mesh.pp > 1:
@@ -193,7 +194,8 @@ def by_dry_run(run: RunFile) -> Estimate:
     layouts = [{}, {"first_document": 1, "num_valid": shape.tokens - 1}] if shape.context > 1 else [{}]
     phases: dict[str, PhasePrice] = {}
     for layout in layouts:
-        batches = [full_batch(shape, **layout) for _ in range(run.train.grad_accum + 1)]
+        place = run.mesh.cp - 1, run.mesh.cp
+        batches = [span_of(full_batch(shape, **layout), place) for _ in range(run.train.grad_accum + 1)]
         try:
             dry = dry_run(run, batches=batches)
         except UsageError:

@@ -102,6 +102,28 @@ def query_blocks(
             yield Block(rows=rows, queries=slice(start, stop), keys=keys, lead=lead, is_triangle=stop <= triangle)
 
 
+def far_blocks(shape: Shape, *, lead: int, window: int | None, num_queries: int | None) -> Iterator[Block]:
+    """Yield the queries in blocks, each with the keys that it sees, where all keys come before all queries.
+
+    Args:
+        shape: Sizes of the call; each query sees a key.
+        lead: Tokens from the first key to the first query.
+        window: Keys that a query sees, its own included; None: all.
+        num_queries: Most queries in a block; None: all.
+    """
+    step = num_queries or max(1, shape.queries)
+    for start in range(0, shape.queries, step):
+        stop = min(start + step, shape.queries)
+        first_key = 0 if window is None else max(0, lead + start - window + 1)
+        yield Block(
+            rows=slice(0, shape.rows),
+            queries=slice(start, stop),
+            keys=slice(first_key, shape.keys),
+            lead=lead + start - first_key,
+            is_triangle=False,
+        )
+
+
 def hidden(num_queries: int, num_keys: int, lead: int, window: int | None, device: torch.device) -> Tensor | None:
     """Return which keys a block's queries must not see (`[num_queries, num_keys]`, True is hidden); None: no key is.
 

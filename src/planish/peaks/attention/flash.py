@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planish.peaks.attention.documents import Block, Shape, hidden, query_blocks
+from planish.peaks.attention.documents import Block, Shape, far_blocks, hidden, query_blocks
 from planish.peaks.attention.kernel import BLOCK_BYTES
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -33,11 +33,14 @@ class FlashKernel:
         bounds: Where documents begin and end.
         window: Keys that a query sees, its own included; None: all before it.
         scale: Factor on query times key.
+        lead: Tokens from the first key to the first query, where all keys come before all queries; then there are no
+            `bounds`, and each query sees a key.
     """
 
     bounds: tuple[int, ...]
     window: int | None
     scale: float
+    lead: int | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return output and lse."""
@@ -73,6 +76,9 @@ class FlashKernel:
         shape = Shape(rows=query.shape[0], queries=query.shape[2], keys=key.shape[2])
         reach = min(self.window or shape.keys, shape.keys) + _BLOCK_QUERIES
         num_queries = max(1, min(_BLOCK_QUERIES, BLOCK_BYTES // (query.element_size() * reach)))
+        if self.lead is not None:
+            most = None if self.window is None else num_queries
+            return list(far_blocks(shape, lead=self.lead, window=self.window, num_queries=most))
         return list(query_blocks(self.bounds, shape, window=self.window, num_queries=num_queries, triangle_first=True))
 
     def _forward_block(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

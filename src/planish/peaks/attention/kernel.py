@@ -62,33 +62,34 @@ class Attention(torch.autograd.Function):
         """Return the gradients of query, key, value and sinks."""
         query, key, value, sinks, out, lse = ctx.saved_tensors
         with torch.autocast(query.device.type, enabled=False):
-            grad_sinks = None if sinks is None else _sink_gradient(grad, out, lse, sinks)
+            grad_sinks = None if sinks is None else sink_gradient(grad, out, lse, sinks)
             return None, *ctx.kernel.backward(grad, query, key, value, out, lse), grad_sinks
 
 
 def _compute(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     with torch.autocast(query.device.type, enabled=False):
         out, lse = kernel.forward(query, key, value)
-        return out, lse if sinks is None else _fold_sinks(out, lse, sinks)
+        return out, lse if sinks is None else fold_sinks(out, lse, sinks)
 
 
-def _fold_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def fold_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Scale `out` in place and return the lse that counts the sinks."""
     sinks = sinks.to(lse.dtype)
-    for out_part, lse_part in _token_parts(out, lse):
+    for out_part, lse_part in token_parts(out, lse):
         out_part.mul_(torch.sigmoid(lse_part - sinks).unsqueeze(-1))
     return torch.logaddexp(lse, sinks)
 
 
-def _sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of the sinks, in their dtype."""
     total = torch.zeros_like(sinks, dtype=lse.dtype)
-    for grad_part, out_part, lse_part in _token_parts(grad, out, lse):
+    for grad_part, out_part, lse_part in token_parts(grad, out, lse):
         delta = (grad_part.to(lse.dtype) * out_part).sum(-1)
         total -= (delta * (sinks - lse_part).exp()).sum((0, 1))
     return total.to(sinks.dtype)
 
 
-def _token_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def token_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split `[B, S, ...]` tensors into runs of tokens whose float32 copy fits `BLOCK_BYTES`."""
     token_bytes = max(each[:, :1].numel() for each in tensors) * 4
     num_tokens = max(1, BLOCK_BYTES // max(1, token_bytes))

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from planish.comm.ring import Circle
+from planish.peaks.attention.choose import check_operands, choose_kernel
 from planish.peaks.attention.documents import Shape, document_bounds
-from planish.peaks.attention.flash import FlashKernel
-from planish.peaks.attention.kernel import Attention, Kernel
-from planish.peaks.attention.tiled import TiledKernel
-from planish.peaks.attention.varlen import MAX_WIDTH, VarlenKernel
+from planish.peaks.attention.kernel import Attention
+from planish.peaks.attention.sequence import sequence_attention
 
 # Tensors that transformers passes to every attention function and that change nothing here.
 _INERT = ("position_ids", "cu_seq_lens_k", "num_items_in_batch", "seq_idx", "max_length_q", "max_length_k")
@@ -60,7 +60,7 @@ def causal_attention(
         >>> causal_attention(query, key, value, cu_seq_lens=(0, 3, 8)).shape
         torch.Size([1, 8, 2, 4])
     """
-    _check(query, key, value, window)
+    check_operands(query, key, value, window)
     shape = Shape(rows=query.shape[0], queries=query.shape[2], keys=key.shape[2])
     bounds = document_bounds(cu_seq_lens, shape)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -83,6 +83,7 @@ def packed_attention(  # noqa: PLR0913 (the signature of transformers' attention
     is_causal: bool | None = None,
     cu_seq_lens_q: Sequence[int] | Tensor | None = None,
     position_ids: Tensor | None = None,
+    circle: Circle | None = None,
     **seam: Any,
 ) -> tuple[Tensor, None]:
     """Return `causal_attention` as transformers' attention interface wants it; register it without a mask function.
@@ -108,6 +109,7 @@ def packed_attention(  # noqa: PLR0913 (the signature of transformers' attention
         is_causal: None or True; None asks the module.
         cu_seq_lens_q: Offsets of the documents: Python ints, or a tensor, which is read in every layer.
         position_ids: Read only behind a cache, to refuse one with keys that a mask would have to hide.
+        circle: Ranks that hold a span of each row each; then offsets are those of whole rows. None: rows are here.
         **seam: What else transformers passes.
 
     Returns:
@@ -118,72 +120,17 @@ def packed_attention(  # noqa: PLR0913 (the signature of transformers' attention
     """
     _refuse_masks(module, attention_mask, is_causal, sliding_window)
     _refuse_extras(dropout, seam)
-    if key.shape[2] > query.shape[2]:
+    if key.shape[2] > query.shape[2] and circle is None:
         _refuse_keys_to_hide(query.shape[2], key.shape[2], sliding_window, position_ids)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    out = causal_attention(
-        query,
-        key,
-        value,
-        cu_seq_lens=cu_seq_lens_q,
-        window=sliding_window or None,
-        softcap=softcap,
-        sinks=s_aux,
-        scale=scaling,
-    )
-    return out, None
-
-
-def choose_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    bounds: tuple[int, ...],
-    window: int | None,
-    softcap: float | None,
-    scale: float,
-) -> Kernel:
-    """Return the fastest kernel that is exact for these inputs."""
-    fits_varlen = (
-        query.dtype in (torch.float16, torch.bfloat16)
-        and max(query.shape[-1], value.shape[-1]) <= MAX_WIDTH
-        and query.shape[2] == key.shape[2]
-        and query.numel() > 0
-    )
-    match query.device.type:
-        case "cpu" if softcap is None:
-            return FlashKernel(bounds=bounds, window=window, scale=scale)
-        case "cuda" if softcap is None and fits_varlen:
-            return VarlenKernel(bounds=bounds, window=window, scale=scale)
-        case _:
-            return TiledKernel(bounds=bounds, window=window, softcap=softcap, scale=scale)
-
-
-def _check(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> None:
-    shapes = [tuple(each.shape) for each in (query, key, value)]
-    (rows, heads, num_queries, width), key_shape, value_shape = shapes
-    fits = (
-        key_shape[:3] == value_shape[:3]
-        and key_shape[0] == rows
-        and key_shape[3] == width
-        and heads % key_shape[1] == 0
-        and key_shape[2] >= num_queries
-    )
-    if not fits:
-        raise ValueError(
-            "`query`, `key` and `value` must be [B, H, S, d], [B, Hkv, K, d] and [B, Hkv, K, dv] with Hkv a divisor of "
-            f"H and K >= S, got {shapes[0]}, {shapes[1]} and {shapes[2]}."
-        )
-    if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(
-            f"`query`, `key` and `value` must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}; "
-            "cast them, or run under autocast."
-        )
-    if window is not None and window < 1:
-        raise ValueError(f"`window` must be 1 or more, got {window}; None lets a query see all keys before it.")
+    options = {"window": sliding_window or None, "softcap": softcap, "sinks": s_aux, "scale": scaling}
+    if circle is None:
+        return causal_attention(query, key, value, cu_seq_lens=cu_seq_lens_q, **options), None
+    if not isinstance(cu_seq_lens_q, Sequence):
+        raise ValueError("`cu_seq_lens_q` must be Python ints where ranks share rows: the offsets of whole rows.")
+    return sequence_attention(query, key, value, circle=circle, cu_seq_lens=cu_seq_lens_q, **options), None
 
 
 def _refuse_masks(

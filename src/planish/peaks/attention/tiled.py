@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from planish.peaks.attention.documents import Block, Shape, hidden, query_blocks
+from planish.peaks.attention.documents import Block, Shape, far_blocks, hidden, query_blocks
 from planish.peaks.attention.kernel import BLOCK_BYTES
 
 _TILE_QUERIES = 128
@@ -28,12 +28,15 @@ class TiledKernel:
         window: Keys that a query sees, its own included; None: all before it.
         softcap: Bound of the scores; None: no bound.
         scale: Factor on query times key.
+        lead: Tokens from the first key to the first query, where all keys come before all queries; then there are no
+            `bounds`, and each query sees a key.
     """
 
     bounds: tuple[int, ...]
     window: int | None
     softcap: float | None
     scale: float
+    lead: int | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return output and lse."""
@@ -90,11 +93,14 @@ class TiledKernel:
 
     def _query_blocks(self, query: Tensor, key: Tensor) -> Iterator[tuple[int, Block]]:
         shape = Shape(rows=query.shape[0], queries=query.shape[2], keys=key.shape[2])
-        for block in query_blocks(
-            self.bounds, shape, window=self.window, num_queries=_TILE_QUERIES, triangle_first=False
-        ):
+        for block in self._blocks(shape):
             for row in range(block.rows.start, block.rows.stop):
                 yield row, block
+
+    def _blocks(self, shape: Shape) -> Iterator[Block]:
+        if self.lead is not None:
+            return far_blocks(shape, lead=self.lead, window=self.window, num_queries=_TILE_QUERIES)
+        return query_blocks(self.bounds, shape, window=self.window, num_queries=_TILE_QUERIES, triangle_first=False)
 
     def _tiles(self, block: Block, query: Tensor) -> Iterator[tuple[slice, Tensor | None]]:
         """Yield (keys, hidden cells) along the keys of `block`."""

@@ -1,0 +1,246 @@
+"""Keys and values of earlier spans of the sequence come to the queries that see them, one span at a time.
+
+With `O_j, L_j` the output and lse of this rank's queries over the keys of span j alone,
+
+    L = log sum_j exp(L_j),    O = sum_j exp(L_j - L) O_j,
+
+and every kernel's own backward is right for its keys once it is given O and L of all spans.
+
+[Note: steps] At step s each rank sends its keys to the rank s spans later and takes those of the rank s spans
+earlier; only what some query there sees, and no step that nobody needs. What arrives next travels while what is here is
+computed. In backward the gradients of these keys go back the same way.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from planish.comm.ring import Circle, wait
+from planish.memory import recall
+from planish.peaks.attention.far import Sight
+from planish.peaks.attention.flash import FlashKernel
+from planish.peaks.attention.kernel import Kernel, fold_sinks, sink_gradient, token_parts
+from planish.peaks.attention.tiled import TiledKernel
+
+Seen = dict[tuple[int, int], list[Sight]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one call does.
+
+    Attributes:
+        circle: The ranks, in the order of their spans.
+        own: The products with this rank's own keys.
+        seen: What each rank sees of each earlier one.
+        most_keys: Tokens of the largest span of all rows together.
+        window: Keys that a query sees; None: all before it.
+        softcap: Bound of the scores; None: no bound.
+        scale: Factor on query times key.
+    """
+
+    circle: Circle
+    own: Kernel
+    seen: Seen
+    most_keys: int
+    window: int | None
+    softcap: float | None
+    scale: float
+
+    @property
+    def steps(self) -> list[int]:
+        """Distances at which some rank sees another."""
+        return sorted({rank - other for rank, other in self.seen})
+
+    def from_earlier(self, step: int) -> list[Sight]:
+        """Return what this rank sees of the rank `step` spans earlier."""
+        return self.seen.get((self.circle.rank, self.circle.rank - step), [])
+
+    def by_later(self, step: int) -> list[Sight]:
+        """Return what the rank `step` spans later sees of this one."""
+        return self.seen.get((self.circle.rank + step, self.circle.rank), [])
+
+    def far(self, sight: Sight, device_type: str) -> Kernel:
+        """Return the products with keys that all come before the queries."""
+        options = {"bounds": (), "window": self.window, "scale": self.scale, "lead": sight.lead}
+        if device_type == "cpu" and self.softcap is None:
+            return FlashKernel(**options)
+        return TiledKernel(softcap=self.softcap, **options)
+
+
+class ExchangedAttention(torch.autograd.Function):
+    """Attention of this rank's queries over its own keys and those that come, with one sink logit a head if given.
+
+    Memory:        keeps query, key, value, the output and its lse. Forward, in room of fixed size: the largest span's
+                   keys and values three times; the output in float32. Backward: five times, and the gradients in
+                   float32.
+    Communication: forward: each rank's keys and values to every later rank that sees them; backward: the same, and
+                   their gradients back.
+    Exactness:     equal to dense attention up to the order of summation.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        """Return the output `[B, own tokens, H, dv]` and keep it with its lse."""
+        layer = recall.current()
+        kept = None if layer is None else layer.again()
+        with torch.autocast(query.device.type, enabled=False):
+            out, lse = _forward(plan, query, key, value, sinks) if kept is None else kept
+        if layer is not None and kept is None:
+            layer.keep(out, lse)
+        ctx.plan = plan
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of query, key, value and sinks."""
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        with torch.autocast(query.device.type, enabled=False):
+            grad_sinks = None if sinks is None else sink_gradient(grad, out, lse, sinks)
+            return None, *_backward(ctx.plan, grad, query, key, value, out, lse), grad_sinks
+
+
+def _forward(plan: Plan, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, lse = plan.own.forward(query, key, value)
+    out = out.to(lse.dtype)
+    for step, arrived in _arrivals(plan, key, value):
+        for sight, far_key, far_value in _unpacked(plan.from_earlier(step), arrived, key, value):
+            at = slice(sight.row, sight.row + 1), slice(0, sight.num_queries)
+            kernel = plan.far(sight, query.device.type)
+            far_out, far_lse = kernel.forward(query[at[0], :, at[1]], far_key, far_value)
+            _merge(out[at], lse[at], far_out, far_lse)
+            del far_out, far_lse
+    lse = lse if sinks is None else fold_sinks(out, lse, sinks)
+    return out.to(query.dtype), lse
+
+
+def _merge(out: Tensor, lse: Tensor, far_out: Tensor, far_lse: Tensor) -> None:
+    """Let `out` and `lse` count other keys too; `far_out` is used up."""
+    total = torch.logaddexp(lse, far_lse)
+    for part, part_lse, far, far_part_lse, all_lse in token_parts(out, lse, far_out, far_lse, total):
+        part.mul_((part_lse - all_lse).exp_().unsqueeze(-1))
+        part.add_(far.to(part.dtype).mul_((far_part_lse - all_lse).exp_().unsqueeze(-1)))
+    lse.copy_(total)
+
+
+def _backward(
+    plan: Plan, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_query, grad_key, grad_value = (
+        each.to(lse.dtype) for each in plan.own.backward(grad, query, key, value, out, lse)
+    )
+    home = _Home(plan, key, value)
+    for step, arrived in _arrivals(plan, key, value):
+        home.land(grad_key, grad_value)
+        leaving = _unpacked(plan.from_earlier(step), home.leaving, key, value)
+        for (sight, far_key, far_value), (_, *places) in zip(
+            _unpacked(plan.from_earlier(step), arrived, key, value), leaving, strict=True
+        ):
+            at = slice(sight.row, sight.row + 1), slice(0, sight.num_queries)
+            operands = grad[at], query[at[0], :, at[1]], far_key, far_value, out[at], lse[at]
+            parts = plan.far(sight, query.device.type).backward(*operands)
+            grad_query[at[0], :, at[1]] += parts[0]
+            for place, part in zip(places, parts[1:], strict=True):
+                place.copy_(part)
+            del parts, operands
+        home.send(step)
+    home.land(grad_key, grad_value)
+    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+class _Home:
+    """The way back for the gradients of keys and values that had come from other ranks.
+
+    Attributes:
+        leaving: Room for the gradients that this rank makes at a step, packed as what has come.
+    """
+
+    def __init__(self, plan: Plan, key: Tensor, value: Tensor) -> None:
+        self._plan, self._key, self._value = plan, key, value
+        self.leaving, self._landing = _room(plan, key, value), _room(plan, key, value)
+        self._coming: tuple[list[Sight], list[dist.Work]] | None = None
+
+    def send(self, step: int) -> None:
+        """Begin to send what was made at `step`, and to receive what a later rank has made for this one."""
+        rank, seen = self._plan.circle.rank, self._plan.by_later(step)
+        hop = _begin(
+            self._plan.circle,
+            self.leaving,
+            (rank - step, _numel(self._plan.from_earlier(step), self._key, self._value)),
+            self._landing,
+            (rank + step, _numel(seen, self._key, self._value)),
+        )
+        self._coming = seen, hop
+
+    def land(self, grad_key: Tensor, grad_value: Tensor) -> None:
+        """Add what has come."""
+        if self._coming is None:
+            return
+        seen, hop = self._coming
+        wait(hop)
+        for sight, by_key, by_value in _unpacked(seen, self._landing, self._key, self._value):
+            at = slice(sight.row, sight.row + 1), slice(None), sight.keys
+            grad_key[at] += by_key
+            grad_value[at] += by_value
+        self._coming = None
+
+
+def _arrivals(plan: Plan, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield each step with what the rank so many spans earlier has sent; the next one's travels meanwhile."""
+    leaving, rank = _room(plan, key, value), plan.circle.rank
+    slots = (_room(plan, key, value), _room(plan, key, value))
+
+    def begin(step: int, slot: Tensor) -> list[dist.Work]:
+        seen = plan.by_later(step)
+        for sight, *places in _unpacked(seen, leaving, key, value):
+            for place, tensor in zip(places, (key, value), strict=True):
+                place.copy_(tensor[sight.row : sight.row + 1, :, sight.keys])
+        came = _numel(plan.from_earlier(step), key, value)
+        return _begin(plan.circle, leaving, (rank + step, _numel(seen, key, value)), slot, (rank - step, came))
+
+    steps = plan.steps
+    hop = begin(steps[0], slots[0]) if steps else []
+    for number, step in enumerate(steps):
+        wait(hop)
+        if number + 1 < len(steps):
+            hop = begin(steps[number + 1], slots[(number + 1) % 2])
+        yield step, slots[number % 2]
+
+
+def _begin(circle: Circle, leaving: Tensor, to: tuple[int, int], into: Tensor, of: tuple[int, int]) -> list[dist.Work]:
+    """Begin to send so many numbers `to` a rank and to receive so many `of` another; all ranks call it together."""
+    sent, received = [0] * circle.size, [0] * circle.size
+    for counts, (rank, numel) in ((sent, to), (received, of)):
+        if numel:
+            counts[rank] = numel
+    return circle.begin_swap(into[: sum(received)], leaving[: sum(sent)], received, sent)
+
+
+def _room(plan: Plan, key: Tensor, value: Tensor) -> Tensor:
+    """Return room for the keys and values of the largest span, whatever is seen of it."""
+    return key.new_empty(plan.most_keys * key.shape[1] * (key.shape[-1] + value.shape[-1]))
+
+
+def _numel(seen: Sequence[Sight], key: Tensor, value: Tensor) -> int:
+    return sum(each.num_keys for each in seen) * key.shape[1] * (key.shape[-1] + value.shape[-1])
+
+
+def _unpacked(
+    seen: Sequence[Sight], packed: Tensor, key: Tensor, value: Tensor
+) -> Iterator[tuple[Sight, Tensor, Tensor]]:
+    """Yield each sight with its keys `[1, Hkv, K, d]` and values, views of where they are packed."""
+    start, heads = 0, key.shape[1]
+    for sight in seen:
+        views = []
+        for width in (key.shape[-1], value.shape[-1]):
+            stop = start + sight.num_keys * heads * width
+            views.append(packed[start:stop].view(1, sight.num_keys, heads, width).transpose(1, 2))
+            start = stop
+        yield sight, *views
