@@ -194,7 +194,8 @@ def _encode(value: Any, annotation: Any) -> Any:
                 tree[name] = encoded
         return tree
     if isinstance(value, tuple):
-        return [_encode(each, None) for each in value]
+        item = next(iter(typing.get_args(annotation)), None)
+        return [_encode(each, item if _is_method_union(item) else None) for each in value]
     if isinstance(value, Path):
         return str(value)
     if "bytes" in _metadata(annotation) and value is not None:

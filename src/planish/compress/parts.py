@@ -1,11 +1,12 @@
 """The sub-blocks of a parent's layers, found in its module tree and tried on numbers."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import AutoModel, PreTrainedModel
 
 from planish.compress.space import (
     KeepExperts,
@@ -92,10 +93,9 @@ def find_parts(model: PreTrainedModel) -> Parts:
     anatomy = find(model)
     windows = layer_windows(model, len(anatomy.layers))
     pairs = zip(anatomy.layers.items(), windows, strict=True)
-    _try_ends(model, list(anatomy.layers.values()))
-    return Parts(
-        anatomy=anatomy, layers=tuple(_layer_parts(model, name, layer, window) for (name, layer), window in pairs)
-    )
+    layers = tuple(_layer_parts(name, layer, window) for (name, layer), window in pairs)
+    _try(text_config(model.config))
+    return Parts(anatomy=anatomy, layers=layers)
 
 
 def discover(model: PreTrainedModel, menu: Menu | None = None) -> Space:
@@ -136,7 +136,7 @@ def layer_windows(model: PreTrainedModel, count: int) -> list[int | None]:
     return found
 
 
-def _layer_parts(model: PreTrainedModel, name: str, layer: nn.Module, window: int | None) -> LayerParts:
+def _layer_parts(name: str, layer: nn.Module, window: int | None) -> LayerParts:
     parts = dict(layer.named_children())
     kind = type(layer).__name__
     if set(parts) != _LAYER:
@@ -154,7 +154,7 @@ def _layer_parts(model: PreTrainedModel, name: str, layer: nn.Module, window: in
             f"`model.from`: {type(ffn).__name__} is no gated network and no mixture of experts; planish cannot cut it."
         )
     head_dim = attention.head_dim
-    found = LayerParts(
+    return LayerParts(
         name=name,
         layer=layer,
         attention=attention,
@@ -167,61 +167,41 @@ def _layer_parts(model: PreTrainedModel, name: str, layer: nn.Module, window: in
         window=window,
         width=ffn.down_proj.in_features if dense else None,
     )
-    _try(model, found)
-    return found
 
 
 @torch.no_grad()
-def _try_ends(model: PreTrainedModel, layers: list[nn.Module]) -> None:
-    """Refuse a decoder that does more than embedding, layers and norm."""
-    backbone: Any = model.get_decoder()
-    embedding = model.get_input_embeddings()
-    if embedding.weight.is_meta:
-        return
-    seen: dict[str, Tensor] = {}
+def _try(config: Any) -> None:
+    """Refuse a family that computes something else than its parts say, on a model of one small layer."""
+    config = copy.deepcopy(config)
+    config.update({"num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": None, "intermediate_size": 8})
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = config.layer_types[:1]
+    with torch.random.fork_rng(devices=[]):
+        backbone: Any = AutoModel.from_config(config, dtype=torch.float32).eval()
+    layer, seen = backbone.layers[0], {}
     hooks = [
-        layers[0].register_forward_pre_hook(lambda _, inputs: seen.update(first=inputs[0])),
-        layers[-1].register_forward_hook(lambda _, __, output: seen.update(last=output)),
+        layer.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs, first=args[0]), with_kwargs=True),
+        layer.register_forward_hook(lambda _, __, output: seen.update(last=output)),
     ]
-    ids = torch.arange(2, device=model.device)[None]
-    try:
-        output = backbone(input_ids=ids, use_cache=False).last_hidden_state
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not torch.equal(seen["first"], embedding(ids)) or not torch.equal(output, backbone.norm(seen["last"])):
+    ids = torch.arange(4)[None]
+    output = backbone(input_ids=ids, use_cache=False).last_hidden_state
+    for hook in hooks:
+        hook.remove()
+    x, expected = seen.pop("first"), seen.pop("last")
+    if not torch.equal(x, backbone.embed_tokens(ids)) or not torch.equal(output, backbone.norm(expected)):
         raise UsageError(
             f"`model.from`: {type(backbone).__name__} does more than embedding, layers and norm (multipliers); planish "
             "cannot cut it."
         )
-
-
-@torch.no_grad()
-def _try(model: PreTrainedModel, parts: LayerParts) -> None:
-    """Refuse a layer that computes something else than its sub-blocks on a plain residual stream."""
-    if parts.attention.q_proj.weight.is_meta:
-        return
-    numbers = torch.linspace(-1, 1, 2 * parts.attention.q_proj.in_features, device=model.device)
-    x = numbers.to(model.dtype).view(1, 2, -1)
-    seen = _positions(model, x)
-    expected = parts.layer(x, **seen)
+    parts = _layer_parts("", layer, None)
     h = x + parts.attention(hidden_states=parts.norm_attention(x), **seen)[0]
-    found = h + parts.ffn(parts.norm_ffn(h))
-    if not torch.equal(expected, found):
+    if not torch.equal(expected, h + parts.ffn(parts.norm_ffn(h))):
         raise UsageError(
-            f"`model.from`: {type(parts.layer).__name__} does not add attention and network to a plain residual "
-            "stream (multipliers, norms elsewhere); planish cannot cut it."
+            f"`model.from`: {type(layer).__name__} does not add attention and network to a plain residual stream "
+            "(multipliers, norms elsewhere); planish cannot cut it."
         )
     ffn: Any = parts.ffn
-    if parts.width is not None and not torch.equal(
-        ffn(x), ffn.down_proj(ffn.act_fn(ffn.gate_proj(x)) * ffn.up_proj(x))
-    ):
+    if parts.width and not torch.equal(ffn(x), ffn.down_proj(ffn.act_fn(ffn.gate_proj(x)) * ffn.up_proj(x))):
         raise UsageError(
             f"`model.from`: {type(ffn).__name__} is no gated network, down(act(gate) * up); planish cannot cut it."
         )
-
-
-def _positions(model: PreTrainedModel, x: Tensor) -> dict[str, Any]:
-    position_ids = torch.arange(x.shape[1], device=x.device)[None]
-    rotary: Any = model.get_decoder().rotary_emb
-    return {"attention_mask": None, "position_ids": position_ids, "position_embeddings": rotary(x, position_ids)}

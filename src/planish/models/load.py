@@ -20,9 +20,12 @@ from transformers import (
 from planish.errors import UsageError
 from planish.models.adapter import add_adapter, base_of, merge_adapter
 from planish.models.builtin import cache_folder, convert_gguf, made_whole, model_folder
+from planish.models.child import register
 from planish.models.rope import replace_rope
 from planish.models.upcycle import upcycle, upcycled_config
 from planish.sections import ModelSection
+
+register()  # compressed children open as any model does
 
 _TORCH_DTYPE = {"bf16": torch.bfloat16, "bf16-pure": torch.bfloat16, "fp32": torch.float32}
 

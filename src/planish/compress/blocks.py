@@ -1,0 +1,142 @@
+"""Layers by choice: what a choice is in `per_layer_config`, a layer of that make, and how layers run one by one."""
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from planish.compress.space import (
+    Architecture,
+    AttentionOption,
+    Choice,
+    FfnOption,
+    KeepExperts,
+    KeepHeads,
+    LinearAttention,
+    LinearFfn,
+    NoAttention,
+    NoFfn,
+    SlidingWindow,
+    Width,
+)
+from planish.models.child import ChildLayer, causal_masks, child_config, layer_config, one_layer
+
+Kind = Literal["attention", "ffn"]
+_PREFIXES: dict[Kind, tuple[str, str]] = {
+    "attention": ("input_layernorm.", "self_attn."),
+    "ffn": ("post_attention_layernorm.", "mlp."),
+}
+
+
+def overrides(choice: Choice) -> dict[str, Any]:
+    """Return what a layer's entry in `per_layer_config` says for `choice`."""
+    found: dict[str, Any] = {}
+    skip = [
+        name
+        for name, option in (("attention", choice.attention), ("mlp", choice.ffn))
+        if isinstance(option, NoAttention | NoFfn)
+    ]
+    linear = [
+        name
+        for name, option in (("attention", choice.attention), ("mlp", choice.ffn))
+        if isinstance(option, LinearAttention | LinearFfn)
+    ]
+    if skip:
+        found["skip"] = skip
+    if linear:
+        found["replace_with_linear"] = linear
+    match choice.attention:
+        case KeepHeads(kv_heads=count):
+            found["num_key_value_heads"] = count
+        case SlidingWindow(window=window, kv_heads=count):
+            found |= {"num_key_value_heads": count, "sliding_window": window}
+    if isinstance(choice.ffn, Width):
+        found["intermediate_size"] = choice.ffn.width
+    return found
+
+
+def config_of(parent: Any, architecture: Architecture) -> Any:
+    """Return the transformers config of the child of a model with config `parent`."""
+    return child_config(parent, {index: overrides(choice) for index, choice in enumerate(architecture.layers)})
+
+
+def architecture_of(config: Any) -> Architecture:
+    """Return the architecture that a child's transformers config describes."""
+    return Architecture(layers=tuple(_choice(layer_config(config, index)) for index in range(config.num_hidden_layers)))
+
+
+def _choice(config: Any) -> Choice:
+    skip, linear = getattr(config, "skip", []), config.replace_with_linear
+    attention: AttentionOption
+    ffn: FfnOption
+    if "attention" in skip:
+        attention = NoAttention()
+    elif "attention" in linear:
+        attention = LinearAttention()
+    elif config.sliding_window is not None:
+        attention = SlidingWindow(window=config.sliding_window, kv_heads=config.num_key_value_heads)
+    else:
+        attention = KeepHeads(kv_heads=config.num_key_value_heads)
+    if "mlp" in skip:
+        ffn = NoFfn()
+    elif "mlp" in linear:
+        ffn = LinearFfn()
+    elif getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+        ffn = KeepExperts()
+    else:
+        ffn = Width(width=config.intermediate_size)
+    return Choice(attention=attention, ffn=ffn)
+
+
+def part(tensors: Mapping[str, Tensor], kind: Kind) -> dict[str, Tensor]:
+    """Return the tensors of a layer's attention or feed-forward network, each with its norm."""
+    return {name: each for name, each in tensors.items() if name.startswith(_PREFIXES[kind])}
+
+
+class Blocks:
+    """Makes and runs layers of a parent's family.
+
+    Args:
+        config: The parent's.
+    """
+
+    def __init__(self, config: Any) -> None:
+        decoder = one_layer(config)
+        self.config = copy.deepcopy(config)
+        for name in ("_attn_implementation", "_experts_implementation"):  # a config that was read has none yet
+            setattr(self.config, name, getattr(config, name) or getattr(decoder.config, name))
+        self._make = type(decoder.layers[0])
+        self._rotary = type(decoder.rotary_emb)(config=decoder.config)
+
+    def empty(self, index: int, choice: Choice, *, device: torch.device, dtype: torch.dtype) -> ChildLayer:
+        """Return layer `index` made as `choice`, its numbers not set."""
+        return self.bare(index, choice, dtype=dtype).to_empty(device=device)
+
+    def bare(self, index: int, choice: Choice, *, dtype: torch.dtype) -> ChildLayer:
+        """Return layer `index` made as `choice`, without memory until its tensors are assigned."""
+        config = layer_config(child_config(self.config, {index: overrides(choice)}), index)
+        with torch.device("meta"):
+            layer = ChildLayer(self._make(config, index), config)
+        return layer.to(dtype).eval()
+
+    def around(self, index: int, layer: nn.Module) -> ChildLayer:
+        """Return a parent's own layer as ours, its modules shared."""
+        return ChildLayer(layer, layer_config(child_config(self.config, {}), index)).eval()
+
+    def run(self, layers: Iterable[ChildLayer], hidden: Tensor) -> Tensor:
+        """Return hidden states [B, S, D] after `layers`, each row one text from its first token on."""
+        for layer in layers:
+            hidden = layer(hidden, **self.around_call(layer, hidden))
+        return hidden
+
+    def around_call(self, layer: ChildLayer, hidden: Tensor) -> dict[str, Any]:
+        """Return what `layer` takes beside its hidden states [B, S, D]."""
+        position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        masks = causal_masks([layer], hidden, None, None, position_ids)
+        return {
+            "attention_mask": masks.get(layer.window),
+            "position_ids": position_ids,
+            "position_embeddings": self._rotary.to(hidden.device)(hidden, position_ids),
+        }

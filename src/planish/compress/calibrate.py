@@ -1,0 +1,387 @@
+"""One pass of text through a parent, layer by layer, that makes every block of the library on its way.
+
+Each layer sees the hidden states that the parent's layers before it gave; what it passes on replaces them. Nothing is
+kept of a token but those, so memory is one layer, its statistics and the hidden states of the text.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planish.compress.blocks import Kind, part
+from planish.compress.initialise import (
+    Order,
+    attention_product,
+    best_of_groups,
+    ffn_product,
+    only_own_queries,
+    order_by_contribution,
+    order_by_refit,
+    order_iteratively,
+    pool_heads,
+    select_heads,
+)
+from planish.compress.library import ENDS, Library, block_name
+from planish.compress.normal import Normal
+from planish.compress.parent import Parent
+from planish.compress.space import (
+    AttentionOption,
+    Choice,
+    KeepHeads,
+    LayerSpace,
+    LinearAttention,
+    LinearFfn,
+    NoAttention,
+    NoFfn,
+    SlidingWindow,
+    Width,
+)
+from planish.errors import UsageError
+from planish.models.child import ChildLayer
+
+_PLAIN = 1.0  # the error of nothing in the place of a sub-block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """How blocks are initialised.
+
+    Attributes:
+        heldout: Part of the rows, the last ones, that errors are measured on and nothing is fitted to.
+        batch_rows: Rows that run at once.
+        ridge: How strongly a re-fit is drawn to what it started from, as part of each input's own square.
+        order: What ranks channels: the published "contribution", the same "iterative"ly, or by "refit".
+        balance: Whether every token counts the same in a re-fit, however large its output is (a first token's is often
+            a thousand times that of others).
+    """
+
+    heldout: float = 0.25
+    batch_rows: int = 2
+    ridge: float = 1e-3
+    order: Order = "refit"
+    balance: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.heldout < 1:
+            raise ValueError(
+                f"`heldout` must be between 0 and 1, got {self.heldout}; 0.25 keeps a quarter of the rows."
+            )
+
+
+def calibrate(
+    parent: Parent,
+    rows: Tensor,
+    library: Library,
+    settings: Calibration,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Fill `library` with every block of its space; blocks that are there are kept.
+
+    Memory:        the parent as it gives itself, hidden states [N, S, D], and of one layer: its blocks' weights, two
+        Gram matrices for every output matrix that is fitted, and a batch's activations.
+
+    Args:
+        parent: The model.
+        rows: Token ids [N, S], each row one text from its first token on.
+        library: Made for `parent`.
+        settings: How.
+        progress: Called with the layers done and their number after each.
+
+    Raises:
+        UsageError: Too few rows to hold some out.
+    """
+    heldout = int(len(rows) * settings.heldout)
+    if not 0 < heldout < len(rows):
+        raise UsageError(f"`calibration.rows` = {len(rows)} leaves none to fit or none to hold out; give at least 4.")
+    with torch.no_grad():
+        ends = parent.ends()
+        if ENDS not in library:
+            library.write(ENDS, ends, made="parent", error=0.0, plain_error=0.0)
+        hidden = torch.nn.functional.embedding(rows.to(parent.device), ends.pop("embedding"))
+        ends.clear()
+        for index, space in enumerate(library.space.layers):
+            with parent.layer(index) as layer:
+                fit = _LayerFit(parent, layer, index, space, settings)
+                for start in range(0, len(rows), settings.batch_rows):
+                    for part_ in _sides(start, min(start + settings.batch_rows, len(rows)), len(rows) - heldout):
+                        hidden[part_] = fit.see(hidden[part_], held=part_.start >= len(rows) - heldout)
+                fit.write(library)
+            if progress is not None:
+                progress(index + 1, len(library.space.layers))
+
+
+def _sides(start: int, end: int, border: int) -> Iterator[slice]:
+    """Yield rows `start` to `end`, parted where those begin that are held out."""
+    for low, high in ((start, min(end, border)), (max(start, border), end)):
+        if low < high:
+            yield slice(low, high)
+
+
+class _Pair:
+    """Normal equations of tokens to fit to, and of those held out."""
+
+    def __init__(self, inputs: int, outputs: int | None, like: Tensor) -> None:
+        self.fit, self.held = Normal(inputs, outputs, like), Normal(inputs, outputs, like)
+
+    def add(self, x: Tensor, y: Tensor | None, weight: Tensor | None, *, held: bool) -> None:
+        (self.held if held else self.fit).add(x, y, weight)
+
+    def close(self) -> None:
+        self.fit.close()
+        self.held.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    """One way to reduce attention.
+
+    Attributes:
+        option: What it is a way to.
+        made: How.
+        layer: With its weights, without a feed-forward network.
+        plain: The output matrix that it would have without a re-fit.
+        pair: Of what enters the output matrix, and the parent's output.
+    """
+
+    option: AttentionOption
+    made: str
+    layer: ChildLayer
+    plain: Tensor
+    pair: _Pair
+
+
+class _LayerFit:
+    """Statistics of one layer."""
+
+    def __init__(self, parent: Parent, layer: ChildLayer, index: int, space: LayerSpace, settings: Calibration) -> None:
+        self.parent, self.layer, self.index, self.space, self.settings = parent, layer, index, space, settings
+        self.attention, self.ffn = layer.self_attn, layer.mlp
+        like = next(layer.parameters())
+        size = layer.config.hidden_size
+        self.attempts: list[_Attempt] | None = None
+        self.linear: dict[str, _Pair] = {}
+        if LinearAttention() in space.attention:
+            self.linear["attention"] = _Pair(size, size, like)
+        if LinearFfn() in space.ffn:
+            self.linear["ffn"] = _Pair(size, size, like)
+        self.channels = None
+        if isinstance(space.ffn[0], Width):
+            self.channels = _Pair(space.ffn[0].width, None, like)
+            self.mean_abs = torch.zeros(space.ffn[0].width, dtype=torch.float64, device=like.device)
+
+    def see(self, hidden: Tensor, *, held: bool) -> Tensor:
+        """Count a batch of hidden states [B, S, D]; return what the layer makes of them."""
+        around = self.parent.blocks.around_call(self.layer, hidden)
+        normed = self.layer.input_layernorm(hidden)
+        with _entering(self.attention.o_proj) as seen:
+            attended = self.attention(normed, **around)[0]
+        self._see_attention(normed, attended, seen[0], held=held)
+        hidden = hidden + attended
+        normed = self.layer.post_attention_layernorm(hidden)
+        if self.channels is None:
+            out = self.ffn(normed)
+        else:
+            with _entering(self.ffn.down_proj) as seen:
+                out = self.ffn(normed)
+        self._see_ffn(normed, out, seen[0], held=held)
+        return hidden + out
+
+    def _see_attention(self, normed: Tensor, attended: Tensor, entered: Tensor, *, held: bool) -> None:
+        target = attended if self.attention.o_proj.bias is None else attended - self.attention.o_proj.bias
+        target, weight = target.flatten(0, 1), self._weight(target)
+        if self.attempts is None:
+            self.attempts = list(self._make_attempts(entered))
+        for attempt in self.attempts:
+            around = self.parent.blocks.around_call(attempt.layer, normed)
+            output = attempt.layer.self_attn.o_proj
+            with _entering(output) as seen:
+                extra = {"sliding_window": attempt.layer.window} if attempt.layer.hands_on else {}
+                attempt.layer.self_attn(normed, **around, **extra)
+            attempt.pair.add(seen[0].flatten(0, 1), target, weight, held=held)
+        if "attention" in self.linear:
+            self.linear["attention"].add(normed.flatten(0, 1), target, weight, held=held)
+
+    def _see_ffn(self, normed: Tensor, out: Tensor, entered: Tensor, *, held: bool) -> None:
+        weight = self._weight(out)
+        if "ffn" in self.linear:
+            self.linear["ffn"].add(normed.flatten(0, 1), out.flatten(0, 1), weight, held=held)
+        if self.channels is not None:
+            entered = entered.flatten(0, 1)
+            self.channels.add(entered, None, weight, held=held)
+            if not held:
+                self.mean_abs += entered.abs().sum(0, dtype=torch.float64)
+
+    def _weight(self, target: Tensor) -> Tensor | None:
+        if not self.settings.balance:
+            return None
+        squares = target.flatten(0, 1).double().square().sum(1)
+        return 1 / (squares + 1e-6 * squares.mean() + 1e-300)
+
+    def _make_attempts(self, entered: Tensor) -> Iterator[_Attempt]:
+        parent, heads = self.space.attention[0], self.attention.o_proj.in_features // self.attention.head_dim
+        score = _head_scores(entered, self.attention.o_proj.weight, parent.kv_heads)
+        for option in self.space.attention[1:]:
+            if not isinstance(option, KeepHeads | SlidingWindow):
+                continue
+            if option.kv_heads == parent.kv_heads:
+                yield self._attempt(option, "window", lambda each: each, self.attention.o_proj.weight)
+                continue
+            count = option.kv_heads
+            chosen = best_of_groups(score, count)
+            output = self.attention.o_proj.weight
+            own = only_own_queries(output, heads, parent.kv_heads, chosen)
+            yield self._attempt(
+                option, "mean heads", lambda each, n=count: pool_heads(each, parent.kv_heads, n), output
+            )
+            yield self._attempt(
+                option, "best heads", lambda each, which=chosen: select_heads(each, parent.kv_heads, which), own
+            )
+
+    def _attempt(
+        self, option: AttentionOption, made: str, reduce: Callable[[Tensor], Tensor], plain: Tensor
+    ) -> _Attempt:
+        choice = Choice(attention=option, ffn=NoFfn())
+        layer = self.parent.blocks.empty(self.index, choice, device=plain.device, dtype=plain.dtype)
+        tensors = part({name: each.detach() for name, each in self.layer.state_dict().items()}, "attention")
+        for name, each in tensors.items():
+            if ".k_proj." in name or ".v_proj." in name:
+                tensors[name] = reduce(each)
+        layer.load_state_dict(tensors, assign=True)
+        pair = _Pair(plain.shape[1], plain.shape[0], plain)
+        return _Attempt(option=option, made=made, layer=layer, plain=plain, pair=pair)
+
+    def write(self, library: Library) -> None:
+        """Solve for every block and write those that are not in `library`."""
+        for pair in [*self.linear.values(), *([self.channels] if self.channels else [])]:
+            pair.close()
+        self._write_attention(library)
+        self._write_ffn(library)
+
+    def _write(
+        self, library: Library, kind: Kind, option: Any, tensors: dict[str, Tensor], facts: tuple[str, float, float]
+    ) -> None:
+        name = block_name(self.index, kind, option)
+        if name not in library:
+            made, error, plain_error = facts
+            library.write(name, tensors, made=made, error=error, plain_error=plain_error)
+
+    def _parts(self, kind: Kind) -> dict[str, Tensor]:
+        return part({name: each.detach() for name, each in self.layer.state_dict().items()}, kind)
+
+    def _write_attention(self, library: Library) -> None:
+        mine = self._parts("attention")
+        norm = {name: each for name, each in mine.items() if name.startswith("input_layernorm.")}
+        for option in self.space.attention:
+            if option == self.space.attention[0]:
+                self._write(library, "attention", option, mine, ("parent", 0.0, 0.0))
+            elif isinstance(option, NoAttention):
+                self._write(library, "attention", option, {}, ("nothing", _PLAIN, _PLAIN))
+            elif isinstance(option, LinearAttention):
+                heads = self.attention.o_proj.in_features // self.attention.head_dim
+                kv_heads = self.space.attention[0].kv_heads
+                product = attention_product(self.attention.v_proj.weight, self.attention.o_proj.weight, heads, kv_heads)
+                matrix, facts = self._solve_linear("attention", product)
+                self._write(library, "attention", option, norm | {"self_attn.linear.weight": matrix}, facts)
+            else:
+                self._write_reduced(library, option)
+
+    def _write_reduced(self, library: Library, option: AttentionOption) -> None:
+        """Write the attempt at `option` that errs least on what was held out."""
+        best: tuple[float, _Attempt, Tensor] | None = None
+        plain_error = float("inf")
+        for attempt in self.attempts or []:
+            if attempt.option != option:
+                continue
+            attempt.pair.close()
+            matrix = attempt.pair.fit.solve(attempt.plain, ridge=self.settings.ridge)
+            error = attempt.pair.held.error(matrix)
+            plain_error = min(plain_error, attempt.pair.held.error(attempt.plain))
+            if best is None or error < best[0]:
+                best = error, attempt, matrix
+        if best is None:
+            raise UsageError(f"layer {self.index} has no way to {option.label}; leave it out of the space.")
+        error, attempt, matrix = best
+        tensors = part(attempt.layer.state_dict(), "attention") | {"self_attn.o_proj.weight": matrix}
+        self._write(library, "attention", option, tensors, (f"{attempt.made}, refit", error, plain_error))
+
+    def _solve_linear(self, kind: Kind, product: Tensor | None) -> tuple[Tensor, tuple[str, float, float]]:
+        pair = self.linear[kind]
+        size = pair.fit.gram.shape[0]
+        nothing = torch.zeros(size, size, dtype=self.parent.dtype, device=self.parent.device)
+        matrix = pair.fit.solve(nothing, ridge=self.settings.ridge)
+        plain = _PLAIN if product is None else pair.held.error(product)
+        return matrix, ("least squares", pair.held.error(matrix), plain)
+
+    def _write_ffn(self, library: Library) -> None:
+        mine = self._parts("ffn")
+        norm = {name: each for name, each in mine.items() if name.startswith("post_attention_layernorm.")}
+        for option in self.space.ffn:
+            if option == self.space.ffn[0]:
+                self._write(library, "ffn", option, mine, ("parent", 0.0, 0.0))
+            elif isinstance(option, NoFfn):
+                self._write(library, "ffn", option, {}, ("nothing", _PLAIN, _PLAIN))
+            elif isinstance(option, LinearFfn):
+                product = (
+                    None if self.channels is None else ffn_product(self.ffn.up_proj.weight, self.ffn.down_proj.weight)
+                )
+                matrix, facts = self._solve_linear("ffn", product)
+                self._write(library, "ffn", option, norm | {"mlp.linear.weight": matrix}, facts)
+        widths = [option for option in self.space.ffn[1:] if isinstance(option, Width)]
+        if widths and any(block_name(self.index, "ffn", each) not in library for each in widths):
+            self._write_widths(library, mine, widths)
+
+    def _write_widths(self, library: Library, mine: dict[str, Tensor], widths: list[Width]) -> None:
+        down, pair = self.ffn.down_proj.weight.detach(), self.channels
+        if pair is None:
+            return
+        fit, held = pair.fit.derived(down), pair.held.derived(down)
+        published = order_by_contribution(self.mean_abs, down)
+        match self.settings.order:
+            case "contribution":
+                order = published
+            case "iterative":
+                order = order_iteratively(fit.gram, down)
+            case "refit":
+                order = order_by_refit(fit.gram, down, ridge=self.settings.ridge)
+        for option in widths:
+            keep = order[: option.width]
+            matrix = fit.solve(down[:, keep], ridge=self.settings.ridge, keep=keep)
+            first = published[: option.width]
+            facts = f"{self.settings.order}, refit", held.error(matrix, keep), held.error(down[:, first], first)
+            self._write(library, "ffn", option, cut_channels(mine, keep) | {"mlp.down_proj.weight": matrix}, facts)
+
+
+def cut_channels(tensors: dict[str, Tensor], keep: Tensor) -> dict[str, Tensor]:
+    """Return a gated network's tensors with the channels `keep` alone, in their order."""
+    found = {}
+    for name, each in tensors.items():
+        if ".gate_proj." in name or ".up_proj." in name:
+            found[name] = each[keep]
+        elif name.endswith(".down_proj.weight"):
+            found[name] = each[:, keep]
+        else:
+            found[name] = each
+    return found
+
+
+def _head_scores(entered: Tensor, output: Tensor, kv_heads: int) -> Tensor:
+    """Return the mean norm of what each head of keys and values adds to attention's output [kv_heads]."""
+    parts = entered.flatten(0, 1).unflatten(1, (kv_heads, -1))
+    columns = output.unflatten(1, (kv_heads, -1))
+    return torch.stack([(parts[:, i] @ columns[:, i].T).norm(dim=1).mean() for i in range(kv_heads)])
+
+
+@contextmanager
+def _entering(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect what enters `module`."""
+    seen: list[Tensor] = []
+    hook = module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    try:
+        yield seen
+    finally:
+        hook.remove()
