@@ -8,6 +8,9 @@ from typing import Literal, Self, assert_never
 
 from planish.decode import Bytes, Count, decode, encode
 
+DENSITY_PERCENT = 55
+"""Of drawn weights half of all activations are not zero; what an arena has room for is some more."""
+
 _ONLY_HEAD = {"interleaved": "last-stage", "interlaced": "vocab-1"}
 
 
@@ -342,6 +345,16 @@ class Plan:
             UsageError: Text that is not TOML, an unknown peak, method or setting.
         """
         return decode(cls, tomllib.loads(text).get("plan", {}), "plan")
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """A sentence for each method whose bytes or time depend on the data."""
+        if isinstance(self.activation, Bitmap) and self.activation.arena_bytes is None:
+            return (
+                f"activation = bitmap assumes that at most {DENSITY_PERCENT} % of activations are not zero: its arena "
+                "has room for that; a layer with more computes its own again, within the same bytes",
+            )
+        return ()
 
     @property
     def approximations(self) -> tuple[str, ...]:

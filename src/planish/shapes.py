@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import Literal
+
+Keeps = Literal["input", "result", "root"]
+"""What an activation keeps for its derivative."""
 
 
 def shard_axis(sizes: tuple[int, ...], num_shards: int) -> int:
@@ -110,6 +114,8 @@ class FeedForwardShape:
         gated: Whether a second projection multiplies the activation.
         both: Whether that one passes the activation too (dReLU).
         biased: Whether projections have biases.
+        keeps: What the activation keeps for its derivative: its "input" (silu, gelu), its "result" (relu), or the
+            "root" of it (relu^2).
     """
 
     hidden_size: int
@@ -118,6 +124,7 @@ class FeedForwardShape:
     gated: bool = False
     both: bool = False
     biased: bool = False
+    keeps: Keeps = "input"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +168,7 @@ class ModelShape:
         tied: Whether the head is the embedding.
         latent: The latents of attention, where it has them.
         logit_softcap: Bound of the logits; None: none.
+        hidden_act: The activation of its feed-forward networks; None where the config does not say.
         max_positions: The longest context it was made for; None where the config does not say.
         tensors: Every parameter, shared ones once.
         assumed: What the config does not say and was taken for granted, a sentence each.
@@ -176,6 +184,7 @@ class ModelShape:
     max_positions: int | None
     tensors: tuple[TensorShape, ...]
     assumed: tuple[str, ...]
+    hidden_act: str | None = None
 
     @property
     def num_parameters(self) -> int:

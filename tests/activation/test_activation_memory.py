@@ -1,8 +1,11 @@
 """Feed-forward networks hold what their price says, to the byte, in forward, in between and in backward."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.activations import ReLUSquaredActivation
 
 from planish.kernels.bitmap import codec
 from planish.memory.ledger import Ledger
@@ -77,18 +80,24 @@ def test_what_is_computed_again_takes_no_more_than_what_is_unpacked(make_network
     assert forward <= price.forward
 
 
+ACTIVATIONS = {"input": F.silu, "result": F.relu, "root": ReLUSquaredActivation()}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["relu", "reglu"])
-def test_tiled_networks_hold_their_price_and_nothing_as_wide_as_all_tokens(make_network, kind, dtype):
+@pytest.mark.parametrize("keeps", ACTIVATIONS)
+def test_tiled_networks_hold_their_price_and_nothing_as_wide_as_all_tokens(make_network, kind, dtype, keeps):
+    act = ACTIVATIONS[keeps]
+
     def block(net):
         (inner, down, up), (of_inner, of_down, of_up) = net.weights, net.biases
         if up is None:
-            return lambda x: F.linear(F.gelu(F.linear(x, inner, of_inner)), down, of_down)
-        return lambda x: F.linear(F.silu(F.linear(x, inner, of_inner)) * F.linear(x, up, of_up), down, of_down)
+            return lambda x: F.linear(act(F.linear(x, inner, of_inner)), down, of_down)
+        return lambda x: F.linear(act(F.linear(x, inner, of_inner)) * F.linear(x, up, of_up), down, of_down)
 
     for biased, tokens in ((False, 7), (True, 45), (False, TOKENS), (True, 500)):
         net, shape = draw(make_network, kind, dtype, biased)
-        tile_bytes = net.tile_bytes(tokens)
+        shape, tile_bytes = replace(shape, keeps=keeps), net.tile_bytes(tokens)
         assert tile_tokens(tile_bytes, WIDTH, dtype.itemsize) == tokens
         found = measure(net, lambda x: tiled(block(net), x, net.leaves[1:], tokens=tokens))  # noqa: B023
         price = tiled_bytes(shape, TOKENS, tile_bytes)

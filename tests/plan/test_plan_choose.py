@@ -2,10 +2,20 @@
 
 from dataclasses import replace
 
-from planish.methods import Blocked, Checkpoint, Offload, Packed, Plain, Plan, keeps_attention
+from planish.methods import Bitmap, Blocked, Checkpoint, Offload, Packed, Plain, Plan, Tiled, keeps_attention
 from planish.plan.choose import advise, choose
+from planish.plan.offers import activation_methods
+from planish.price.config import read_config
 
 GIB = 2**30
+TILED = (Tiled(),)
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+}
 
 
 def price(plan):
@@ -39,6 +49,40 @@ def test_attention_is_kept_where_that_fits():
     assert chosen(104).plan == Plan()
     named = frozenset({"attention"})
     assert choose(price, Plan(attention=Plain()), named=named, budget_bytes=145 * GIB).plan == Plan(attention=Plain())
+
+
+def test_networks_run_in_tiles_where_nothing_else_is_left_and_that_lowers_the_peak():
+    def priced(gain):
+        return lambda plan: price(plan) - gain * GIB * isinstance(plan.activation, Tiled)
+
+    def pick(gain, budget, offered=TILED):
+        return choose(priced(gain), Plan(), named=frozenset(), budget_bytes=budget * GIB, activation=offered)
+
+    assert pick(30, 100).plan == Plan()
+    assert pick(30, 100).reasons[3] == "activation = plain: 100.00 GiB fit without bounding it"
+    assert pick(30, 99).plan == Plan(activation=Tiled())
+    assert "activation = tiled: plain needs 100.00 GiB, 1.00 GiB too much; now 70.00 GiB" in pick(30, 99).reasons
+    assert pick(0, 99).plan == Plan()
+    assert "activation = plain: no other way lowers the peak" in pick(0, 99).reasons
+    assert pick(30, 99, (Bitmap(), Tiled())).plan == Plan(activation=Tiled())
+    assert len(pick(30, 99, ()).reasons) == 3
+
+
+def test_networks_of_the_relu_family_are_offered_packing_first_and_experts_nothing():
+    def offers(family, **config):
+        return activation_methods(read_config(SIZES | {"model_type": family} | config))
+
+    assert offers("llama", hidden_act="silu") == offers("gemma2") == (Tiled(),)
+    assert offers("nemotron", hidden_act="relu2") == offers("opt", activation_function="relu") == (Bitmap(), Tiled())
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "hidden_act": "silu"}
+    assert offers("qwen3_moe", **experts) == ()
+    assert offers("qwen3_moe", **experts, mlp_only_layers=[0]) == (Tiled(),)
+    assert offers("qwen2_moe", **experts, shared_expert_intermediate_size=8) == (Tiled(),)
+
+
+def test_the_density_that_packing_assumes_is_named():
+    assert "at most 55 % of activations" in Plan(activation=Bitmap()).assumptions[0]
+    assert Plan(activation=Bitmap(arena_bytes=GIB)).assumptions == Plan(activation=Tiled()).assumptions == ()
 
 
 def test_far_memory_is_advised_where_it_helps_and_only_there():

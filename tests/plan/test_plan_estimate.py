@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from planish.methods import Checkpoint, Offload, Plain, Plan
+from planish.methods import Checkpoint, Offload, Plain, Plan, Tiled
 from planish.plan.estimate import estimate, longest_context
 from planish.price.store import preset, table_name
 from planish.shapes import BatchShape
@@ -56,6 +56,21 @@ def test_attention_that_is_kept_on_disk_costs_no_peak_and_on_the_device_it_does(
     disk = 2**40
     checkpointed, kept = at(Checkpoint()), at(Offload(disk=disk, keep_attention=True))
     assert at(Offload(disk=disk)) < kept < checkpointed < at(Checkpoint(keep_attention=True))
+
+
+def test_networks_in_tiles_hold_no_more_than_a_tile_however_long_the_context():
+    """The network alone would hold five arrays of 262,144 tokens x 1,536."""
+
+    def at(activation):
+        return peak(Plan(activation=activation), BatchShape(context=2**18)).phases["backward"]
+
+    tiled, plain = at(Tiled()), at(Plain())
+    assert plain.peak_bytes - tiled.peak_bytes > 2 * 2**18 * 1536 * 2
+    held = {holder.owner: size for holder, size in tiled.owners}
+    rows, tiles = 2**18 * 576 * 2, 6 * 64 * 2**20
+    assert max(size for owner, size in held.items() if "mlp" in owner) <= 2 * rows < 2**18 * 1536 * 2
+    short = {holder.owner: size for holder, size in peak(Plan(activation=Tiled())).phases["backward"].owners}
+    assert 0 < short["feed-forward"] <= 4096 * 576 * 2 + tiles + 3 * 576 * 1536 * (4 + 2)
 
 
 def test_far_memory_lowers_no_peak_that_lies_elsewhere():

@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoConfig
 
-from planish.methods import Checkpoint, Packed, Plain, Plan
+from planish.methods import Checkpoint, Packed, Plain, Plan, Tiled
 from planish.models.builtin import BUILT_IN
 from planish.price.config import read_config
 from planish.price.store import preset, table_name
@@ -11,9 +11,9 @@ from planish.sections import ModelSection
 from planish.train.layer_table import fit_table
 
 PLANS = [
-    (dtype, Plan(attention=attention, boundary=boundary))
+    (dtype, Plan(attention=attention, activation=activation, boundary=boundary))
     for dtype in ("bf16", "fp32")
-    for attention in (Packed(), Plain())
+    for attention, activation in ((Packed(), Plain()), (Packed(), Tiled()), (Plain(), Plain()))
     for boundary in (Checkpoint(), Plain())
 ]
 

@@ -30,7 +30,11 @@ SMALL_BLOCKS = [PIPELINED, ("plan.dispatch.tile_bytes", 5000), ("plan.dispatch.b
 PLAIN_ROWS, ONE_ROW = [("train.global_tokens", 128), ("plan.attention", "plain")], TrainSection()
 ROWS = [("train.global_tokens", 2 * 3 * 64), ("train.grad_accum", 3)]
 RESET = ("plan.optim.refresh", "reset")
+TILED = [("plan.activation", "tiled"), ("plan.activation.tile_bytes", 48 * 4 * 5)]
+BITMAP, SMALL_TILES = ("plan.activation", "bitmap"), ("plan.activation.tile_bytes", 48 * 2 * 5)
 CASES = {
+    "networks in tiles": ("llama", [BF16, *TILED], DEEP),
+    "networks packed, kept": ("nemotron", [BF16, KEPT, BITMAP, SMALL_TILES, *ROWS], DEEP),
     "pure, rows, accumulation": ("llama", [PURE, RECOMPUTE, *ROWS], DEEP),
     "experts pipelined in blocks": ("qwen3-moe", [BF16, *SMALL_BLOCKS, KEPT, *ROWS], MIXED),
     "windows and softcap": ("gemma2", [FP32, IN_FORWARD, ("train.global_tokens", 128)], DEEP),
@@ -45,6 +49,18 @@ APOLLO_EXPERTS = (
     DEEP,
 )
 MORE = {
+    "networks in tiles, kept, accumulation": ("gemma2", [FP32, KEPT, *TILED, *ROWS], DEEP),
+    "networks in one tile": ("qwen3", [PURE, KEPT, ("plan.activation", "tiled")], DEEP),
+    "networks in tiles, relu^2": ("nemotron", [BF16, *TILED], DEEP),
+    "networks in tiles, experts beside them": ("qwen3-moe", [FP32, PIPELINED, *TILED], MIXED),
+    "shared experts in tiles": ("qwen2-moe", [BF16, PIPELINED, *TILED], DEEP),
+    "networks packed": ("nemotron", [FP32, BITMAP, SMALL_TILES], DEEP),
+    "networks packed in one tile": ("nemotron", [PURE, BITMAP], DEEP),
+    "networks packed in an arena of a given size": (
+        "nemotron",
+        [BF16, BITMAP, ("plan.activation.arena_bytes", 12345), *ROWS],
+        DEEP,
+    ),
     "experts pipelined": ("qwen3-moe", [FP32, PIPELINED], DEEP),
     "experts grouped, kept, plain head": ("qwen3-moe", [BF16, KEPT, PLAIN_HEAD], MIXED),
     "tied": ("llama", [FP32], DEEP),
@@ -63,6 +79,7 @@ MORE = {
 }
 DP2 = ("mesh.dp", 2)
 RANKS = {
+    "shards, networks in tiles": ("llama", [FP32, *TILED, DP2], DEEP),
     "shards": ("llama", [FP32, DP2], DEEP),
     "copies": ("llama", [BF16, ("mesh.replicate", 2)], DEEP),
 }

@@ -19,12 +19,14 @@ from planish.cli.options import parse
 from planish.cli.train import read_run
 from planish.decode import encode
 from planish.errors import PlanishError, UsageError, VerificationFailed
-from planish.methods import Plan, keeps_attention
+from planish.methods import Activation, Plan, keeps_attention
 from planish.plan.choose import Choice, advise, choose
 from planish.plan.estimate import Estimate
+from planish.plan.offers import activation_methods
+from planish.price.config import read_config
 from planish.runfile import RunFile
 from planish.train.fit import context_that_fits, misfit, smallest_budget
-from planish.train.predict import Prediction, Say, by_dry_run, max_positions, predict
+from planish.train.predict import Prediction, Say, by_dry_run, config_tree, max_positions, predict
 from planish.units import format_bytes
 
 _TOLERANCE = 0.005
@@ -143,15 +145,31 @@ def _answer(options: Options, settings: list[tuple[str, Any]], say: Say) -> Answ
         return peak(plan).peak_bytes
 
     named = _named(options.run, settings, run.plan)
+    choice = None
+    if budget_bytes is not None:
+        offered = _offered(run)
+        choice = choose(peak_bytes, run.plan, named=named, budget_bytes=budget_bytes, activation=offered)
+    chosen = run.plan if choice is None else choice.plan
     return Answer(
         run=run,
         prediction=prediction,
         plain=peak(replace(Plan.plain(), dispatch=run.plan.dispatch)),
-        choice=None if budget_bytes is None else choose(peak_bytes, run.plan, named=named, budget_bytes=budget_bytes),
+        choice=choice,
         longest=None if budget_bytes is None else context_that_fits(run, prediction, budget_bytes),
         proof=by_dry_run(run) if options.prove else None,
-        notes=(*notes, *_places(prediction.estimate), *advise(peak_bytes, run.plan, budget_bytes=budget_bytes)),
+        notes=(
+            *notes,
+            *_places(prediction.estimate),
+            *dict.fromkeys((*run.plan.assumptions, *chosen.assumptions)),
+            *advise(peak_bytes, run.plan, budget_bytes=budget_bytes),
+        ),
     )
+
+
+def _offered(run: RunFile) -> tuple[Activation, ...]:
+    """Return the ways to bound what the model's feed-forward networks hold; none in a pipeline."""
+    tree = None if run.mesh.pp > 1 else config_tree(run.model)
+    return () if tree is None else activation_methods(read_config(tree))
 
 
 def _places(found: Estimate) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, assert_never
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.activations import ReLUSquaredActivation
+from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActivation, SiLUActivation
 
 from planish.errors import UsageError
 from planish.kernels.bitmap import codec
@@ -17,8 +17,8 @@ from planish.peaks.activation.bitmap import Projection, sparse_feed_forward
 from planish.peaks.activation.formula import Formula
 from planish.peaks.activation.keep import AssumedCodec, Keeper
 from planish.peaks.activation.tiled import tiled
-from planish.price.activation import arena_bytes, tile_tokens
-from planish.shapes import FeedForwardShape
+from planish.price.activation import tile_tokens, whole_arena_bytes
+from planish.shapes import FeedForwardShape, Keeps
 
 
 class _Names(NamedTuple):
@@ -40,6 +40,15 @@ _LAYOUTS = (
     _Names("c_fc", None, "c_proj"),
 )
 _FORMULAS = {nn.ReLU: Formula(), ReLUSquaredActivation: Formula(squared=True)}
+_KEEPS: Mapping[type[nn.Module], Keeps] = {
+    nn.SiLU: "input",
+    nn.GELU: "input",
+    SiLUActivation: "input",
+    GELUActivation: "input",
+    GELUTanh: "input",
+    nn.ReLU: "result",
+    ReLUSquaredActivation: "root",
+}
 _ACTIVATIONS = ("act_fn", "activation_fn", "act")
 # A norm between the activation and the last projection (BitNet).
 _NORM = "ffn_sub_norm"
@@ -92,6 +101,7 @@ class FeedForward:
             itemsize=self.down.weight.element_size(),
             gated=self.up is not None,
             biased=self.down.bias is not None,
+            keeps=_KEEPS.get(type(self.act), "input"),
         )
 
 
@@ -161,7 +171,7 @@ def replace_feed_forwards(
             assert_never(method)
     for network, _ in forwards:
         _refuse_dropout(network)
-    undo = [each for network, forward in forwards for each in _put(network, forward)]
+    undo = [each for network, forward in forwards for each in run_as(network, forward)]
 
     def restore() -> None:
         for module in undo:
@@ -217,13 +227,10 @@ def _keepers(
             f"`plan.activation` = bitmap needs networks with relu or relu^2 between plain linear layers, which "
             f"{type(model).__name__} has not; use tiled."
         )
-    nbytes = method.arena_bytes
-    if nbytes is None:
-        if tokens is None:
-            raise UsageError("`plan.activation` = bitmap needs `arena_bytes`, or `tokens` to size the arena by.")
-        rooms = [arena_bytes(each.shape, tokens, 1) for each in networks]
-        nbytes = sum(rooms) if waiting else max(rooms)
-    arena = Arena(nbytes, model.device)
+    if method.arena_bytes is None and tokens is None:
+        raise UsageError("`plan.activation` = bitmap needs `arena_bytes`, or `tokens` to size the arena by.")
+    shapes = [each.shape for each in networks]
+    arena = Arena(whole_arena_bytes(shapes, method, tokens or 0, waiting=waiting), model.device)
     kernels = AssumedCodec(0.0) if dry else codec(model.device)
     return {each.name: Keeper(kernels, arena) for each in networks}
 
@@ -270,8 +277,8 @@ def _refuse_dropout(network: FeedForward) -> None:
         )
 
 
-def _put(network: FeedForward, forward: Callable[[Tensor], Tensor]) -> list[nn.Module]:
-    """Give modules another `forward` of their own, which `del` takes back; return the modules."""
+def run_as(network: FeedForward, forward: Callable[[Tensor], Tensor]) -> list[nn.Module]:
+    """Let `forward` be what a network computes; return the modules whose `forward` of their own `del` takes back."""
     if network.whole:
         network.module.forward = forward
         return [network.module]

@@ -5,11 +5,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planish.decode import method_name
-from planish.methods import AdamW, Checkpoint, Offload, Packed, Plan, StreamAdamW, keeps_attention
+from planish.methods import (
+    Activation,
+    AdamW,
+    Checkpoint,
+    Offload,
+    Packed,
+    Plain,
+    Plan,
+    StreamAdamW,
+    keeps_attention,
+)
 from planish.units import format_bytes
 
-# Packed attention saves time, a bounded head multiplies as often as a plain one, checkpointing runs each layer twice.
-_BY_TIME = ("attention", "vocab", "boundary")
+# Packed attention saves time, a bounded head multiplies as often as a plain one, checkpointing runs each layer twice,
+# and networks in tiles then run a third time.
+_BY_TIME = ("attention", "vocab", "boundary", "activation")
 _ANY_DISK = 2**60
 
 
@@ -22,7 +33,14 @@ class Choice:
     reasons: tuple[str, ...]
 
 
-def choose(price: Callable[[Plan], int], bounded: Plan, *, named: frozenset[str], budget_bytes: int) -> Choice:
+def choose(
+    price: Callable[[Plan], int],
+    bounded: Plan,
+    *,
+    named: frozenset[str],
+    budget_bytes: int,
+    activation: tuple[Activation, ...] = (),
+) -> Choice:
     """Return the plan that bounds as little as the budget allows.
 
     The plain way is taken until it does not fit; then one peak after another is bounded, whichever costs the least
@@ -33,9 +51,11 @@ def choose(price: Callable[[Plan], int], bounded: Plan, *, named: frozenset[str]
         bounded: The bounded method of each peak, and the methods that are not open.
         named: Peaks whose method is not open.
         budget_bytes: What may be held.
+        activation: What the model's feed-forward networks may be offered, the least time first; each is taken where it
+            lowers the peak.
     """
     plain = Plan.plain()
-    open_ = [peak for peak in _BY_TIME if peak not in named]
+    open_ = [peak for peak in _BY_TIME if peak not in named and (peak != "activation" or activation)]
     plan = replace(bounded, **{peak: getattr(plain, peak) for peak in open_})
     peak_bytes = price(plan)
     reasons = []
@@ -44,11 +64,17 @@ def choose(price: Callable[[Plan], int], bounded: Plan, *, named: frozenset[str]
             reasons.append(f"{peak} = plain: {format_bytes(peak_bytes)} fit without bounding it")
             continue
         before = peak_bytes
-        for method in _methods(peak, bounded):
-            plan = replace(plan, **{peak: method})
-            peak_bytes = price(plan)
+        for method in activation if peak == "activation" else _methods(peak, bounded):
+            tried = replace(plan, **{peak: method})
+            tried_bytes = price(tried)
+            if peak == "activation" and tried_bytes >= peak_bytes:
+                continue
+            plan, peak_bytes = tried, tried_bytes
             if peak_bytes <= budget_bytes:
                 break
+        if isinstance(getattr(plan, peak), Plain):
+            reasons.append(f"{peak} = plain: no other way lowers the peak")
+            continue
         kept = ", attention kept" if peak == "boundary" and keeps_attention(plan.boundary) else ""
         reasons.append(
             f"{peak} = {method_name(type(getattr(plan, peak)))}{kept}: plain needs {format_bytes(before)}, "

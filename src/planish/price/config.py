@@ -31,6 +31,7 @@ def read_config(config: Mapping[str, Any]) -> ModelShape:
         max_positions=reader.get("max_position_embeddings"),
         tensors=tuple(_merge(reader.tensors(layers, latent, tied=tied))),
         assumed=tuple(reader.assumed),
+        hidden_act=next(filter(None, map(reader.get, _ACTIVATIONS)), None),
     )
 
 
@@ -92,6 +93,8 @@ _FAMILIES = {
     "gemma3": _GEMMA3,
     "cohere": _Family(norms=("input_layernorm",), qk_norm="heads", tied=True),
 }
+
+_ACTIVATIONS = ("hidden_act", "mlp_hidden_act", "activation_function", "hidden_activation")
 
 
 class _Reader:

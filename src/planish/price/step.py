@@ -3,8 +3,20 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planish.methods import Boundary, Dispatch, Offload, Pipelined, Plan, StreamAdamW, keeps_attention
+from planish.methods import (
+    Activation,
+    Bitmap,
+    Boundary,
+    Dispatch,
+    Offload,
+    Pipelined,
+    Plain,
+    Plan,
+    StreamAdamW,
+    keeps_attention,
+)
 from planish.price import attention, state
+from planish.price.activation import feed_forward_bytes, whole_arena_bytes
 from planish.price.boundary import Boundaries, Depth, kept_bytes
 from planish.price.dispatch import experts_bytes, tile_rows
 from planish.price.head import HeadBytes
@@ -15,6 +27,7 @@ Sizes = dict[Holder, int]
 
 _ATTENTION = Holder("layer working set", "attention")
 _EXPERTS = Holder("layer working set", "experts")
+_FEED_FORWARD = Holder("layer working set", "feed-forward")
 _HEAD = Holder("head tiles", "the head")
 _BUCKETS = Holder("gradients", "buckets")
 
@@ -68,6 +81,11 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
         placed = state.placement(tensors, plan.optim, master=master)
         ring = _RING_BYTES if placed.disk_bytes else 0
         base[Holder("staging", "streamed state")] = placed.staging_bytes + ring
+    if isinstance(plan.activation, Bitmap):
+        arena = whole_arena_bytes(
+            table.whole_feed_forwards, plan.activation, batch.tokens, waiting=isinstance(plan.boundary, Plain)
+        )
+        base[Holder("staging", "activations")] = arena
     if table.buckets:
         base[_BUCKETS] = state.parameter_bytes(tensors)
     walk = _Walk(
@@ -76,6 +94,8 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
         head=head,
         depth=depth,
         dispatch=plan.dispatch,
+        activation=plan.activation,
+        checkpointed=not isinstance(plan.boundary, Plain),
         boundary=_boundary(table),
         live=base,
     )
@@ -168,6 +188,8 @@ class _Walk:
     head: HeadBytes
     depth: _Depth
     dispatch: Dispatch
+    activation: Activation
+    checkpointed: bool
     boundary: Holder
     live: Sizes
 
@@ -208,6 +230,8 @@ class _Walk:
                 yield from self._attention(leg, layer or 0, part)
             case "experts" | "experts backward":
                 yield self._experts(leg, layer or 0)
+            case "feed forward" | "feed forward backward":
+                yield from self._feed_forward(leg, layer or 0, part)
             case "head":
                 added = head.forward if trained else head.evaluation
                 yield self.moment(leg.phase, None, "the head", {_HEAD: added})
@@ -236,6 +260,17 @@ class _Walk:
         added = experts_bytes(experts, tokens, tile_rows=rows, block_rows=method.block_rows or tokens)
         nbytes = added.forward if leg.then == "experts" else added.backward
         return self.moment(leg.phase, layer, leg.then, {_EXPERTS: nbytes})
+
+    def _feed_forward(self, leg: Leg, layer: int, part: Part | None) -> Iterator[Moment]:
+        """Yield the moment of a layer's network; what it keeps is there from the forward that backward follows."""
+        shape, method = self.table.feed_forwards[self.table.layers[layer]], self.activation
+        assert shape is not None
+        assert not isinstance(method, Plain)
+        added = feed_forward_bytes(shape, method, self.batch.tokens, trained=part is not None)
+        forward = leg.then == "feed forward"
+        yield self.moment(leg.phase, layer, leg.then, {_FEED_FORWARD: added.forward if forward else added.backward})
+        if part is not None and not (forward and part == "forward" and self.checkpointed):
+            self.add({_FEED_FORWARD: added.kept if forward else -added.kept})
 
     def _at(self, lines: Lines) -> Sizes:
         return {holder: line.at(self.batch) for holder, line in lines.items()}

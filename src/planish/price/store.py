@@ -77,6 +77,8 @@ def table_name(plan: Plan, *, dtype: str, rows: int, num_shards: int = 1, copied
     boundary = Checkpoint() if isinstance(plan.boundary, Offload) else plan.boundary
     methods = (plan.attention, plan.dispatch, boundary)
     words = [dtype.removesuffix("-pure"), *(method_name(type(each)) for each in methods)]
+    if not isinstance(plan.activation, Plain):
+        words.append(method_name(type(plan.activation)))
     if isinstance(plan.attention, Plain):
         words.append(f"{rows} rows")
     if num_shards > 1:

@@ -12,9 +12,19 @@ from typing import Any, Literal, NamedTuple, Self
 
 from planish.decode import decode, encode
 from planish.price.dispatch import Experts
-from planish.shapes import AttentionShape, BatchShape, HeadShape, TensorShape
+from planish.shapes import AttentionShape, BatchShape, FeedForwardShape, HeadShape, TensorShape
 
-Marker = Literal["", "attention", "attention backward", "experts", "experts backward", "head", "head backward"]
+Marker = Literal[
+    "",
+    "attention",
+    "attention backward",
+    "experts",
+    "experts backward",
+    "feed forward",
+    "feed forward backward",
+    "head",
+    "head backward",
+]
 
 
 class Line(NamedTuple):
@@ -118,6 +128,7 @@ class LayerTable:
         later: Each further one, which adds to them.
         evaluation: One without gradients.
         num_shards: Ranks that share each parameter.
+        feed_forwards: What network each kind has whose method has prices; None where its bytes are in the legs.
         buckets: Whether gradients are, or go into, views of buckets that live from the start to the end.
     """
 
@@ -132,6 +143,7 @@ class LayerTable:
     later: Pass
     evaluation: Pass
     num_shards: int = 1
+    feed_forwards: tuple[FeedForwardShape | None, ...] = ()
     buckets: bool = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -163,10 +175,21 @@ class LayerTable:
                 if any(self.experts)
                 else {}
             ),
+            **(
+                {"feed_forwards": [None if each is None else encode(each) for each in self.feed_forwards]}
+                if any(self.feed_forwards)
+                else {}
+            ),
             **({"num_shards": self.num_shards} if self.num_shards > 1 else {}),
             "legs": rows,
             **passes,
         }
+
+    @property
+    def whole_feed_forwards(self) -> list[FeedForwardShape]:
+        """The networks of all layers, forward order, where the plan's method has prices."""
+        found = [self.feed_forwards[kind] for kind in self.layers] if self.feed_forwards else []
+        return [each for each in found if each is not None]
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any]) -> Self:
@@ -197,6 +220,9 @@ class LayerTable:
             later=read("later"),
             evaluation=read("evaluation"),
             num_shards=tree.get("num_shards", 1),
+            feed_forwards=tuple(
+                None if each is None else decode(FeedForwardShape, each) for each in tree.get("feed_forwards", ())
+            ),
         )
 
 

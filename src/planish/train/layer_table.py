@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from planish.methods import Plain, Plan
+from planish.methods import Bitmap, Plain, Plan
 from planish.models.anatomy import Anatomy, find
 from planish.models.load import draw_model, text_config
 from planish.price.table import Holder, LayerTable, Leg, Legs, Line, Lines, Pass
 from planish.sections import MeshSection, ModelSection
 from planish.shapes import BatchShape, HeadShape, TensorShape, shard_of
+from planish.train.closed_form import check_closed_form
 from planish.train.layer_trace import Note, Place, Trace, trace
 
 # (rows, context) that fix a line's coefficients, and one far out that checks them.
@@ -43,6 +44,7 @@ def fit_table(
 
     Raises:
         NotLinear: The check does not pass.
+        NotPriced: Feed-forward networks whose method has no price for them.
         UsageError: A model that cannot be built or cannot take the plan.
     """
     fit, check = _FIT, _CHECK
@@ -56,6 +58,10 @@ def fit_table(
     kinds_of = _with_neighbours if mesh.sharded else tuple
     num_traced = _shortest_prefix(signatures, kinds_of)
     short = _shorten(config, len(signatures), num_traced)
+    if not isinstance(plan.activation, Plain):
+        check_closed_form(short, section, plan.activation)
+    if isinstance(plan.activation, Bitmap):
+        plan = replace(plan, activation=replace(plan.activation, arena_bytes=0))  # which is no line in the batch's size
     traces = [trace(short, section, plan, batch, mesh) for batch in batches]
     lines = _fit_lines(traces, batches, len(fit))
     first, later, evaluation = (
@@ -74,6 +80,7 @@ def fit_table(
         later=later,
         evaluation=evaluation,
         num_shards=mesh.dp or 1,
+        feed_forwards=tuple(map(traces[0].feed_forwards.get, range(num_traced))) if traces[0].feed_forwards else (),
     )
 
 

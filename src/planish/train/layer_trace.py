@@ -20,14 +20,15 @@ from planish.comm.world import assume
 from planish.data.batch import Batch
 from planish.memory.book import Book, Category, Phase, Record
 from planish.memory.ledger import Ledger
-from planish.methods import Pipelined, Plan
+from planish.methods import Bitmap, Pipelined, Plain, Plan
 from planish.models.experts import find_experts, gate_of, weights_of
+from planish.models.feed_forward import find_feed_forwards, run_as
 from planish.models.load import draw_model
 from planish.peaks.dispatch.pipelined import sizes_of
 from planish.price.dispatch import Experts
 from planish.runfile import RunFile
 from planish.sections import DataSection, MeshSection, ModelSection, TrainSection
-from planish.shapes import AttentionShape, BatchShape
+from planish.shapes import AttentionShape, BatchShape, FeedForwardShape
 from planish.train.dry_run import Replay
 from planish.train.engine import Engine, build_engine
 from planish.train.evaluate import evaluate
@@ -36,6 +37,7 @@ from planish.train.job import Job
 from planish.train.loop import train_step
 from planish.train.model_folder import rehearse_write
 from planish.train.optimizer import build_optimizer
+from planish.train.stand_ins import AttentionStandIn, ExpertsStandIn, FeedForwardStandIn, HeadStandIn
 
 _NAME = "planish-sizes"
 
@@ -113,6 +115,7 @@ class Trace:
         notes: What began when.
         attention: What attention was given in each layer; none where it is transformers' own.
         experts: What experts were given in each layer; none where there are none or they are transformers' own.
+        feed_forwards: What network each layer has; none where they run the plain way.
         save_bytes: The most that publishing the weights of one layer adds.
         microbatches: Passes of the step.
     """
@@ -122,73 +125,9 @@ class Trace:
     notes: list[Note]
     attention: dict[int, AttentionShape]
     experts: dict[int, Experts]
+    feed_forwards: dict[int, FeedForwardShape]
     save_bytes: int
     microbatches: int
-
-
-class AttentionStandIn(torch.autograd.Function):
-    """Stands in for `peaks.attention.kernel.Attention`: the same results and saved tensors, nothing else."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, note: Callable[[str], None]
-    ) -> Tensor:
-        """Return an empty output; keep what the real one keeps."""
-        note("attention")
-        rows, heads, num_queries, _ = query.shape
-        out = query.new_empty(rows, num_queries, heads, value.shape[-1])
-        lse = query.new_empty(rows, num_queries, heads, dtype=torch.promote_types(query.dtype, torch.float32))
-        ctx.note = note
-        ctx.save_for_backward(query, key, value, sinks, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return empty gradients, as wide as the kernel's operands, of which they are views."""
-        saved = ctx.saved_tensors  # all of them live on until the return, as in the kernels
-        query, key, value, sinks, *_ = saved
-        ctx.note("attention backward")
-        width = max(query.shape[-1], value.shape[-1])
-        grads = (each.new_empty(*each.shape[:-1], width)[..., : each.shape[-1]] for each in (query, key, value))
-        return *grads, None if sinks is None else torch.empty_like(sinks), None
-
-
-class ExpertsStandIn(torch.autograd.Function):
-    """Stands in for `peaks.dispatch.pipelined`: the same result and saved tensors, nothing else."""
-
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, note: Callable[[str], None], *operands: Tensor | None) -> Tensor:
-        """Return an empty output; keep what the real one keeps."""
-        note("experts")
-        ctx.note = note
-        ctx.save_for_backward(ids, *operands)
-        return torch.empty_like(operands[0])
-
-    @staticmethod
-    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return empty gradients."""
-        _ids, *saved = ctx.saved_tensors
-        ctx.note("experts backward")
-        return None, None, *(None if each is None else torch.empty_like(each) for each in saved)
-
-
-class HeadStandIn(torch.autograd.Function):
-    """Stands in for the head: a loss, and gradients of what it was given."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, note: Callable[[str], None]) -> Tensor:
-        """Return a loss; keep nothing."""
-        note("head")
-        ctx.note = note
-        ctx.like = [None if each is None else (each.shape, each.dtype, each.device) for each in (hidden, weight, bias)]
-        return torch.zeros((), device=hidden.device)
-
-    @staticmethod
-    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return empty gradients."""
-        ctx.note("head backward")
-        grads = [None if like is None else torch.empty(like[0], dtype=like[1], device=like[2]) for like in ctx.like]
-        return *grads, None
 
 
 def trace(config: PretrainedConfig, section: ModelSection, plan: Plan, shape: BatchShape, mesh: MeshSection) -> Trace:
@@ -225,6 +164,7 @@ def trace(config: PretrainedConfig, section: ModelSection, plan: Plan, shape: Ba
         _note_places(engine, journal)
         attention = _replace_attention(engine, journal) if engine.packed else {}
         experts = _replace_experts(engine, journal) if isinstance(plan.dispatch, Pipelined) else {}
+        feed_forwards = _replace_feed_forwards(engine, plan, journal)
         engine = replace(engine, head=_head(engine, journal))
         if engine.spread is not None:
             engine.spread.bind(engine.local_loss)
@@ -252,6 +192,7 @@ def trace(config: PretrainedConfig, section: ModelSection, plan: Plan, shape: Ba
             notes=list(journal.notes),
             attention=attention,
             experts=experts,
+            feed_forwards=feed_forwards,
         )
 
 
@@ -350,6 +291,31 @@ def _replace_experts(engine: Engine, journal: Journal) -> dict[int, Experts]:
         ALL_EXPERTS_FUNCTIONS.register(_NAME, run)
         anatomy.model.set_experts_implementation(_NAME)
     return seen
+
+
+def _replace_feed_forwards(engine: Engine, plan: Plan, journal: Journal) -> dict[int, FeedForwardShape]:
+    """Put the stand-in in the place of networks that the plan's method runs; return the network of each layer."""
+    if isinstance(plan.activation, Plain):
+        return {}
+    anatomy, found = engine.anatomy, {}
+    for network in find_feed_forwards(anatomy.model):
+        if isinstance(plan.activation, Bitmap) and network.formula is None:
+            continue
+        index = next((i for i, name in enumerate(anatomy.layers) if network.name.startswith(f"{name}.")), None)
+        index = list(anatomy.layers).index(network.name) if network.name in anatomy.layers else index
+        if index is None or index in found:
+            raise ValueError(f"`{network.name}` is not the one feed-forward network of its layer.")
+        found[index] = network.shape
+        parts = [each for each in (network.inner, network.up, network.down) if each is not None]
+
+        def run(x: Tensor, parts: list[nn.Module] = parts) -> Tensor:
+            params = [param for part in parts for param in part.parameters()]
+            flat = x.reshape(-1, x.shape[-1])
+            y = FeedForwardStandIn.apply(lambda marker: journal.note("marker", marker), flat, *params)
+            return y.view(x.shape)
+
+        run_as(network, run)
+    return found
 
 
 def _save(engine: Engine) -> int:

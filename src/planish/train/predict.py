@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import UsageError
-from planish.methods import AdamW, Apollo, Checkpoint, Offload, Plain, Plan, updates_in_backward
+from planish.methods import AdamW, Apollo, Checkpoint, Offload, Plan, updates_in_backward
 from planish.models.builtin import cache_folder, model_folder
 from planish.plan.estimate import Estimate, PhasePrice, estimate
 from planish.price.config import read_config
@@ -116,13 +116,8 @@ def _traced_mesh(run: RunFile) -> MeshSection:
 
 
 def is_tabled(plan: Plan) -> bool:
-    """Return whether tables say what a plan's layers hold.
-
-    Not where feed-forward networks run in tiles, nor where weights are updated in their backward pass.
-    """
-    return isinstance(plan.activation, Plain) and not (
-        updates_in_backward(plan.optim) or (isinstance(plan.optim, Apollo) and plan.optim.weights == "int8")
-    )
+    """Return whether tables say what a plan's layers hold; not where weights are updated in their backward pass."""
+    return not (updates_in_backward(plan.optim) or (isinstance(plan.optim, Apollo) and plan.optim.weights == "int8"))
 
 
 def table_of(run: RunFile, say: Say) -> LayerTable | None:
