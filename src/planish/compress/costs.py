@@ -1,0 +1,272 @@
+"""What a child costs to serve: seconds by scenario and bytes, summed over its sub-blocks; pure data."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy.optimize import nnls
+
+from planish.compress.space import (
+    Architecture,
+    AttentionOption,
+    Choice,
+    FfnOption,
+    KeepExperts,
+    KeepHeads,
+    LinearAttention,
+    LinearFfn,
+    NoAttention,
+    NoFfn,
+    Option,
+    SlidingWindow,
+    Space,
+    Width,
+    attends,
+)
+from planish.errors import UsageError
+
+Phase = Literal["prefill", "decode"]
+Source = Literal["measured", "fitted"]
+
+# Kernels that transformers launches for each sub-block: norm, projections, rotation, attention, sums.
+_OPS = {"attention": 16, "ffn": 8, "linear": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """What is served.
+
+    Attributes:
+        phase: "prefill" runs `context` tokens of each row at once, "decode" one token of each after `context` others.
+        context: Tokens of a row.
+        batch: Rows at once.
+    """
+
+    phase: Phase
+    context: int
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.context < 1 or self.batch < 1:
+            raise ValueError(f"a scenario needs a positive context and batch, got {self.context} and {self.batch}.")
+
+    @property
+    def label(self) -> str:
+        """Such as "decode 1x1024"."""
+        return f"{self.phase} {self.batch}x{self.context}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that run at once."""
+        return self.batch * (self.context if self.phase == "prefill" else 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a sub-block does in a scenario.
+
+    Attributes:
+        ops: Kernels launched.
+        flops: Multiplications and additions.
+        moved_bytes: Weights, keys, values and activations read or written.
+    """
+
+    ops: float = 0.0
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """A machine in three numbers: seconds = ops * op_s + flops * flop_s + moved_bytes * byte_s."""
+
+    op_s: float
+    flop_s: float
+    byte_s: float
+
+    def seconds(self, work: Work) -> float:
+        """Return how long `work` takes."""
+        return work.ops * self.op_s + work.flops * self.flop_s + work.moved_bytes * self.byte_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """Bytes of one number.
+
+    Attributes:
+        weight_bytes: Of weights and activations.
+        cache_bytes: Of keys and values.
+    """
+
+    weight_bytes: float = 4.0
+    cache_bytes: float = 4.0
+
+
+def parameters(space: Space, option: Option) -> int:
+    """Return the numbers in a sub-block, its norm included.
+
+    Raises:
+        UsageError: A mixture of experts, whose size the space does not hold.
+    """
+    D, heads = space.hidden_size, space.num_heads * space.head_dim
+    match option:
+        case KeepHeads(kv_heads=count) | SlidingWindow(kv_heads=count):
+            return 2 * D * heads + 2 * D * count * space.head_dim + D
+        case Width(width=width):
+            return 3 * D * width + D
+        case LinearAttention() | LinearFfn():
+            return D * D + D
+        case NoAttention() | NoFfn():
+            return 0
+        case KeepExperts():
+            raise UsageError("a mixture of experts has no price yet; compress a dense model.")
+
+
+def cache_numbers(space: Space, option: Option, context: int) -> int:
+    """Return the numbers of keys and values that a sub-block keeps of `context` tokens, by the true head size."""
+    match option:
+        case KeepHeads(kv_heads=count):
+            return 2 * count * space.head_dim * context
+        case SlidingWindow(kv_heads=count, window=window):
+            return 2 * count * space.head_dim * min(context, window)
+    return 0
+
+
+def work_of(space: Space, option: Option, scenario: Scenario, numbers: Numbers) -> Work:
+    """Return what a sub-block does in `scenario`; a prompt's token meets half of the others, a decoded one all."""
+    if isinstance(option, NoAttention | NoFfn):
+        return Work()
+    T, D, heads = scenario.tokens, space.hidden_size, space.num_heads * space.head_dim
+    weights = parameters(space, option)
+    flops, moved, ops = 2.0 * T * weights, weights * numbers.weight_bytes, _OPS["linear"]
+    match option:
+        case KeepHeads() | SlidingWindow():
+            ops = _OPS["attention"]
+            kept = cache_numbers(space, option, scenario.context)
+            seen = kept / (2 * option.kv_heads * space.head_dim)
+            mean = seen if scenario.phase == "decode" else seen * (1 - seen / (2 * scenario.context))
+            flops += 4.0 * T * mean * heads
+            moved += scenario.batch * kept * numbers.cache_bytes + 4 * T * (D + heads) * numbers.weight_bytes
+        case Width(width=width):
+            ops = _OPS["ffn"]
+            moved += T * (4 * D + 5 * width) * numbers.weight_bytes
+        case LinearAttention() | LinearFfn():
+            moved += 4 * T * D * numbers.weight_bytes
+    return Work(ops=ops, flops=flops, moved_bytes=moved)
+
+
+def fit_rates(points: Iterable[tuple[Work, float]]) -> Rates:
+    """Return the machine that explains measured (work, seconds) best, by relative error; no constant is negative.
+
+    Raises:
+        UsageError: Fewer than three points with work in them.
+    """
+    known = [(work, seconds) for work, seconds in points if work.ops and seconds > 0]
+    if len(known) < 3:
+        raise UsageError(f"three constants need at least three measured sub-blocks, got {len(known)}.")
+    table = np.array([[work.ops / s, work.flops / s, work.moved_bytes / s] for work, s in known])
+    scale = table.max(0)
+    scale[scale == 0] = 1.0
+    op_s, flop_s, byte_s = nnls(table / scale, np.ones(len(known)))[0] / scale
+    return Rates(op_s=float(op_s), flop_s=float(flop_s), byte_s=float(byte_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """Seconds of one sub-block in one scenario, and where they come from."""
+
+    seconds: float
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What children of one space cost on one machine.
+
+    Attributes:
+        space: The options.
+        numbers: Bytes of a number.
+        machine: Where it was measured, in words.
+        prices: By scenario's label, then by sub-block ("attention kv3"); every layer's are the same.
+        ends_s: By scenario's label: embedding, last norm, head, and what the model does around its layers.
+        scenarios: By label.
+        factors: By scenario's label: measured over predicted on an assembled child.
+    """
+
+    space: Space
+    numbers: Numbers
+    machine: str
+    prices: Mapping[str, Mapping[str, Price]]
+    ends_s: Mapping[str, float]
+    scenarios: Mapping[str, Scenario]
+    factors: Mapping[str, float]
+
+    def seconds(self, choice: Choice, label: str) -> float:
+        """Return the seconds of one layer in the scenario called `label`."""
+        prices = self.prices[label]
+        return prices[f"attention {choice.attention.label}"].seconds + prices[f"ffn {choice.ffn.label}"].seconds
+
+    def model_seconds(self, architecture: Architecture, label: str) -> float:
+        """Return the seconds of a child in the scenario called `label`, calibrated."""
+        layers = sum(self.seconds(choice, label) for choice in architecture.layers)
+        return (layers + self.ends_s[label]) * self.factors.get(label, 1.0)
+
+
+def choice_parameters(space: Space, choice: Choice) -> int:
+    """Return the numbers in one layer."""
+    return parameters(space, choice.attention) + parameters(space, choice.ffn)
+
+
+def ends_parameters(space: Space) -> int:
+    """Return the numbers outside of layers; a tied embedding counts once."""
+    return space.vocab_size * space.hidden_size * (1 if space.tied else 2) + space.hidden_size
+
+
+def model_parameters(space: Space, architecture: Architecture) -> int:
+    """Return the numbers in a child."""
+    return ends_parameters(space) + sum(choice_parameters(space, choice) for choice in architecture.layers)
+
+
+def choice_bytes(space: Space, choice: Choice, scenario: Scenario, numbers: Numbers) -> float:
+    """Return the bytes that one layer adds to a server's memory: weights, and keys and values of every row."""
+    context = scenario.context + (scenario.phase == "decode")
+    cached = cache_numbers(space, choice.attention, context) * scenario.batch * numbers.cache_bytes
+    return choice_parameters(space, choice) * numbers.weight_bytes + cached
+
+
+def workspace_bytes(space: Space, layers: Iterable[Choice], scenario: Scenario, numbers: Numbers) -> float:
+    """Return the bytes of temporaries at the worst moment of serving: in one layer, or at the logits of last tokens.
+
+    A layer holds its input, the sum with attention, the normed one and the network's three widest; or queries, keys,
+    values, the output of attention and, as one token is decoded, the layer's grown cache beside the old one.
+    """
+    T, D, wide = scenario.tokens, space.hidden_size, numbers.weight_bytes
+    heads = space.num_heads * space.head_dim
+    worst = scenario.batch * (space.vocab_size + D) * wide
+    for choice in layers:
+        here = 3.0 * D
+        match choice.ffn:
+            case Width(width=width):
+                worst = max(worst, T * (here + 3 * width) * wide)
+        if attends(choice.attention):
+            grown = cache_numbers(space, choice.attention, scenario.context) / 2 if scenario.phase == "decode" else 0
+            inside = T * (here + 3 * heads) * wide
+            worst = max(worst, inside + scenario.batch * grown * numbers.cache_bytes)
+    return worst
+
+
+def model_bytes(space: Space, architecture: Architecture, scenario: Scenario, numbers: Numbers) -> float:
+    """Return the bytes that serving a child holds at most: weights, keys and values, temporaries."""
+    layers = sum(choice_bytes(space, choice, scenario, numbers) for choice in architecture.layers)
+    ends = ends_parameters(space) * numbers.weight_bytes
+    return layers + ends + workspace_bytes(space, architecture.layers, scenario, numbers)
+
+
+def options_of(space: Space) -> dict[str, AttentionOption | FfnOption]:
+    """Return every distinct sub-block of a space under its name in `Costs.prices`."""
+    found: dict[str, AttentionOption | FfnOption] = {}
+    for layer in space.layers:
+        found |= {f"attention {option.label}": option for option in layer.attention}
+        found |= {f"ffn {option.label}": option for option in layer.ffn}
+    return found

@@ -1,0 +1,129 @@
+"""What the parent says of each token, kept as D + 4 numbers a token, and how far a child's hidden states are from it.
+
+With one head W for both, y = s W h: KL(p || q) = lse(y_q) - h_q . g + (h_p . g - lse(y_p)) with g = dlse(y_p)/dh_p, the
+mean of the head's rows under p. So a child costs one product with the head, and neither's logits are formed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from planish.compress.stack import Stack
+from planish.errors import UsageError
+from planish.peaks.vocab.losses import linear_logprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """Of each counted token [R, C], in float64.
+
+    Attributes:
+        kl: KL(parent || child) in nats.
+        nll: Minus the log-probability of the next token.
+        cosine: Of the hidden states before the head, parent's and child's.
+        same: Whether both find the same token most likely.
+    """
+
+    kl: Tensor
+    nll: Tensor
+    cosine: Tensor
+    same: Tensor
+
+
+class Judge:
+    """The parent's distributions over rows of text.
+
+    Memory:        D + 4 numbers for each counted token, 60 MiB of head tiles.
+
+    Args:
+        stack: The parent, or another model of its head that runs the rows.
+        rows: Token ids [R, S].
+        every: Counts the last of each `every` tokens that have a next one; the layers run on all.
+        batch_rows: Rows that run at once.
+    """
+
+    def __init__(self, stack: Stack, rows: Tensor, *, every: int = 1, batch_rows: int = 4) -> None:
+        if rows.shape[1] <= every:
+            raise UsageError(f"`every` ({every}) must be below the {rows.shape[1]} tokens of a row.")
+        self.rows = rows
+        self._counted = torch.arange(every - 1, rows.shape[1] - 1, every)
+        self._scale = _logit_scale(stack.library.config)
+        self._target = rows[:, self._counted + 1]
+        found = [
+            self._teach(stack, start, rows[start : start + batch_rows]) for start in range(0, len(rows), batch_rows)
+        ]
+        self._hidden, self._mean, self._base, self._best, self.nll = (
+            torch.cat([each[part] for each in found]) for part in range(5)
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that count."""
+        return self._target.numel()
+
+    @property
+    def counted_per_row(self) -> int:
+        """Tokens of a row that count."""
+        return len(self._counted)
+
+    def _teach(self, stack: Stack, start: int, ids: Tensor) -> tuple[Tensor, ...]:
+        *_, last = stack.states(ids)
+        hidden = self._pick(stack.after(len(stack.layers), last)).detach().requires_grad_(requires_grad=True)
+        target = self._target[start : start + len(ids)].to(hidden.device)
+        head = _wide(stack.head)
+        with torch.enable_grad():
+            said = linear_logprob(
+                hidden, head, target, logit_scale=self._scale, want=("nll", "lse", "argmax"), logits_dtype="float32"
+            )
+            [mean] = torch.autograd.grad(said.lse.sum(), hidden)
+        base = (hidden.double() * mean.double()).sum(-1) - said.lse.double()
+        parts = (hidden, mean, base, said.argmax, said.nll.double())
+        return tuple(part.detach().cpu() for part in parts)
+
+    def judge(self, final: Tensor, head: Tensor, start: int = 0) -> Judgement:
+        """Return how a child's text differs from the parent's.
+
+        Args:
+            final: What its head sees [B, S, D] of rows `start` to start + B.
+            head: Its weight [V, D], the parent's.
+            start: The first row.
+        """
+        hidden = self._pick(final)
+        here = slice(start, start + len(hidden))
+        target = self._target[here].to(hidden.device)
+        with torch.no_grad():
+            said = linear_logprob(
+                hidden,
+                _wide(head),
+                target,
+                logit_scale=self._scale,
+                want=("nll", "lse", "argmax"),
+                logits_dtype="float32",
+            )
+        mean, parent = self._mean[here].to(hidden.device), self._hidden[here].to(hidden.device)
+        cross = (hidden.double() * mean.double()).sum(-1)
+        kl = said.lse.double() - cross + self._base[here].to(hidden.device)
+        return Judgement(
+            kl=kl.clamp(min=0).cpu(),
+            nll=said.nll.double().cpu(),
+            cosine=cosine_similarity(hidden.double(), parent.double(), dim=-1).cpu(),
+            same=(said.argmax.cpu() == self._best[here]),
+        )
+
+    def _pick(self, hidden: Tensor) -> Tensor:
+        return _wide(hidden[:, self._counted.to(hidden.device)])
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _logit_scale(config: object) -> float:
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        raise UsageError(
+            "`model.from` bounds its logits (`final_logit_softcapping`), which compression cannot score yet."
+        )
+    scale = getattr(config, "logit_scale", None) or 1.0
+    return float(scale / (getattr(config, "logits_scaling", None) or 1.0))
