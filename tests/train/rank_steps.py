@@ -10,7 +10,7 @@ from planish.memory.meter import ProcessMeter
 from planish.train.engine import build_engine
 from planish.train.evaluate import evaluate
 from planish.train.facts import MeasuredFacts
-from planish.train.job import Job, RankFeed, build, build_optimizer, open_run_feed
+from planish.train.job import Job, RankFeed, build, build_optimizer, held_out_batches, open_run_feed
 from planish.train.loop import train_step
 from planish.train.run_folder import follow_run_folder, open_run_folder
 from planish.train.session import _resume, run_training
@@ -18,7 +18,10 @@ from planish.train.spread import reduced
 
 
 def train_in_float64(run, model, tokenizer, world):
-    """Return losses, gradient norms and all weights after the run's steps, by the very step that trains."""
+    """Return losses, gradient norms and all weights after the run's steps, by the very step that trains.
+
+    With held-out data its loss after them comes last.
+    """
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, dtype="bf16-pure"))  # no fp32 master
     with ExitStack() as scope:
         ledger, rows = scope.enter_context(Ledger()), run.rows_per_microbatch
@@ -30,10 +33,14 @@ def train_in_float64(run, model, tokenizer, world):
         feed = RankFeed(open_run_feed(run, tokenizer, rows=rows * readers), rank=reader, rows=rows, place=world.place)
         optimizer = build_optimizer(engine, run, scope)
         job = Job(run=run, tokenizer=None, engine=engine, optimizer=optimizer, feed=feed, eval_batches=list)
-        reports = [train_step(job, step) for step in range(1, 4)]
+        reports = [train_step(job, step) for step in range(1, run.train.steps + 1)]
+        numbers = [(each.loss, each.grad_norm, each.num_valid, each.num_tokens) for each in reports]
+        if run.data.eval:
+            held_out = evaluate(engine, held_out_batches(run, tokenizer, world))
+            numbers.append((held_out.loss, held_out.bits_per_byte, held_out.num_valid))
         state = model.state_dict()
         weights = {name: reduced(state[name]) for name, _ in model.named_parameters()}
-    return [(each.loss, each.grad_norm, each.num_valid, each.num_tokens) for each in reports], weights
+    return numbers, weights
 
 
 def train_and_save(run, world):

@@ -120,17 +120,6 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack, world: World = ALONE) 
     if world.leads:
         _check_data(run.data, tokenizer)
 
-    def held_out() -> Iterable[Batch]:
-        batches = eval_batches(
-            run.data.eval,
-            tokenizer=tokenizer,
-            context=run.data.context,
-            rows=rows,
-            max_tokens=run.data.eval_tokens,
-            loss_on=run.data.loss_on,
-        )
-        return (span_of(batch, world.place) for batch in deal(batches, rank=reader, num_ranks=readers))
-
     def load() -> PreTrainedModel:
         if (run.mesh.sharded or run.mesh.pp > 1) and not world.leads:
             return sketch_model(run.model, context=run.data.context)
@@ -155,8 +144,22 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack, world: World = ALONE) 
         engine=engine,
         optimizer=build_optimizer(engine, run, scope),
         feed=feed,
-        eval_batches=held_out,
+        eval_batches=lambda: held_out_batches(run, tokenizer, world),
     )
+
+
+def held_out_batches(run: RunFile, tokenizer: PreTrainedTokenizerBase, world: World) -> Iterable[Batch]:
+    """Return the run's held-out batches in their fixed order, those of this rank."""
+    reader, readers = world.reader
+    batches = eval_batches(
+        run.data.eval,
+        tokenizer=tokenizer,
+        context=run.data.context,
+        rows=run.rows_per_microbatch,
+        max_tokens=run.data.eval_tokens,
+        loss_on=run.data.loss_on,
+    )
+    return (span_of(batch, world.place) for batch in deal(batches, rank=reader, num_ranks=readers))
 
 
 def _check_data(data: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
