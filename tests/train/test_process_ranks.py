@@ -70,7 +70,7 @@ def test_the_ranks_that_are_left_stop_and_name_the_one_that_is_lost(words, tmp_p
     with launch(words("run"), ranks=3) as job:
         kill_one(tmp_path / "run", 7)
         said, _ = job.communicate(timeout=120)
-    assert re.search(r"planish: rank \d lost:.*go on with `--resume`", said), said
+    assert re.search(r"planish: rank \d lost in step \d+:.*go on with `--resume`", said), said
     assert re.findall(r"exitcode\s+: (-?\d+)", said).count("5") >= 1, said
     assert (tmp_path / "run" / "latest").read_text().startswith("step-")
 
@@ -114,7 +114,7 @@ def test_the_stages_that_are_left_stop_and_name_the_one_that_is_lost(words, tmp_
     with launch(settings, ranks=3) as job:
         kill_one(tmp_path / "run", 7)
         said, _ = job.communicate(timeout=120)
-    assert re.search(r"planish: rank \d lost:.*go on with `--resume`", said), said
+    assert re.search(r"planish: rank \d lost in step \d+:.*go on with `--resume`", said), said
     assert re.findall(r"exitcode\s+: (-?\d+)", said).count("5") >= 1, said
     assert (tmp_path / "run" / "latest").read_text().startswith("step-")
 

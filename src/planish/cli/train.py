@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,6 +51,7 @@ def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:
     from planish.memory.meter import ProcessMeter
     from planish.models.load import run_device
     from planish.train.fit import judge
+    from planish.train.preflight import common_facts
     from planish.train.run_folder import follow_run_folder, open_run_folder
     from planish.train.session import run_training
 
@@ -65,7 +65,7 @@ def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:
     resume, overwrite = resume or again, overwrite and not again
     verdict = judge(run) if run.mesh.size > 1 and worlds.launched_rank() == 0 else None
     with worlds.join(run.mesh, device_type=run_device().type) as world, world.guarded():
-        world.require_same(_facts(run))
+        world.require_same(common_facts(run))
         if world.leads:
             opened = open_run_folder(run.save.dir, resume=resume, overwrite=overwrite)
         else:
@@ -81,9 +81,3 @@ def _over_ranks(run: RunFile, size: int) -> RunFile:
         return dataclasses.replace(run, mesh=run.mesh.over(size))
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def _facts(run: RunFile) -> dict[str, str]:
-    """Return what all ranks must have in common."""
-    versions = {f"the version of {name}": version(name) for name in ("planish", "torch", "transformers")}
-    return {"settings": run.to_toml(), **versions}

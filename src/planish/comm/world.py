@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planish import errors
+from planish.comm import groups
 from planish.comm.ring import Circle
 from planish.errors import PlanishError, UsageError, WorldFailed
 from planish.sections import MeshSection
@@ -39,6 +40,7 @@ class World:
         assumed: The others are not there, and are taken to give what this rank gives.
         pipeline: Axis "pp" over the ranks, whose stages all work on the same rows; None where there is no pipeline.
         sequence: Axes "copies" x "cp" over the same ranks; None where each has whole rows.
+        timeout: After which a rank that does not answer is lost; None: torch's own.
     """
 
     rank: int = 0
@@ -49,6 +51,7 @@ class World:
     assumed: bool = False
     pipeline: DeviceMesh | None = None
     sequence: DeviceMesh | None = None
+    timeout: timedelta | None = None
 
     @property
     def reader(self) -> tuple[int, int]:
@@ -117,6 +120,10 @@ class World:
         dist.all_gather_object(texts, json.dumps(value))
         return [json.loads(text) for text in texts]
 
+    def second_group(self) -> dist.ProcessGroup:
+        """Return another group of all ranks, with the first one's time-out, for what is not to wait for it."""
+        return dist.new_group(timeout=self.timeout)
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
@@ -158,9 +165,9 @@ class World:
             cause = error.__context__ if isinstance(error, KeyboardInterrupt) else error
             if cause is not None and _is_of_the_group(cause):
                 _ignore_sigterm()
-                raise self._diagnose(cause) from cause
+                raise self._diagnose(cause, _where(error)) from cause
             if isinstance(error, Exception):
-                self._publish("", f"{type(error).__name__}: {error}")
+                self._publish("", f"{type(error).__name__}: {error}{_where(error)}")
             raise
 
     def _reduce(self, number: int, op: Any) -> int:
@@ -177,7 +184,7 @@ class World:
         with suppress(dist.DistError):  # the store may be gone, and this rank's own error is the one to tell
             _store().set(f"planish/failed/{self.rank}", json.dumps([kind, sentence]))
 
-    def _diagnose(self, error: BaseException) -> PlanishError:
+    def _diagnose(self, error: BaseException, where: str) -> PlanishError:
         """Return why a collective failed: what another rank said, or which rank says nothing."""
         try:
             told = self._told()
@@ -188,9 +195,8 @@ class World:
             return told
         who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)}" if silent else "a collective"
         lost = "lost" if silent else "timed out"
-        return WorldFailed(
-            f"{who} {lost}: {str(error).splitlines()[0]}; complete checkpoints are intact, go on with `--resume`."
-        )
+        said = str(error).splitlines()[0]
+        return WorldFailed(f"{who} {lost}{where}: {said}; complete checkpoints are intact, go on with `--resume`.")
 
     def _told(self) -> PlanishError | None:
         """Return the error that another rank tells of within the grace, or None."""
@@ -246,20 +252,34 @@ def join(mesh: MeshSection, *, device_type: str) -> Iterator[World]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # noqa: TID251 - the launcher
     try:
         backend = "nccl" if device_type == "cuda" else "gloo"
-        timeout = timedelta(seconds=mesh.timeout_s)
+        timeout, store = timedelta(seconds=mesh.timeout_s), None
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         # `torchrun` keeps its store when it starts a run again, and in it the addresses of ranks that are gone.
         store = dist.PrefixStore(f"planish/attempt/{restarts()}", store)
+        store.set(f"planish/came/{rank}", "")
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        world = _world(mesh, device_type, rank=rank)
     except RuntimeError as error:
         if not _is_of_the_group(error):
             raise
-        said = str(error).splitlines()[0]
-        raise WorldFailed(f"the {mesh.size} ranks did not meet within {mesh.timeout_s:g} s: {said}") from error
+        raise WorldFailed(_why_not_met(error, store, mesh)) from error
     try:
-        yield _world(mesh, device_type, rank=dist.get_rank())
+        yield world
     finally:
         dist.destroy_process_group()
+
+
+def _why_not_met(error: Exception, store: dist.Store | None, mesh: MeshSection) -> str:
+    """Return what kept the ranks apart, naming those that never came."""
+    said = str(error).splitlines()[0]
+    if "EADDRINUSE" in str(error):
+        return f"the ranks cannot meet, their port is in use: {said}; give `torchrun` another `--master-port`."
+    missing: list[str] = []
+    if store is not None:
+        with suppress(dist.DistError):  # the store may be gone too
+            missing = [str(rank) for rank in range(mesh.size) if not store.check([f"planish/came/{rank}"])]
+    who = f"; rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} never came" if missing else ""
+    return f"the {mesh.size} ranks did not meet within {mesh.timeout_s:g} s{who}: {said}"
 
 
 @contextmanager
@@ -280,37 +300,18 @@ def assume(mesh: MeshSection, *, device_type: str) -> Iterator[World]:
 
 
 def _world(mesh: MeshSection, device_type: str, *, rank: int = 0, assumed: bool = False) -> World:
-    if mesh.pp > 1:
-        stages = init_device_mesh(device_type, (mesh.pp,), mesh_dim_names=("pp",))
-        return World(rank=rank, size=mesh.size, mesh=stages, pipeline=stages, assumed=assumed)
-    axes = ("replicate", "dp")
-    devices = init_device_mesh(device_type, (mesh.replicate, mesh.dp or 1), mesh_dim_names=axes)
-    experts = _expert_axes(mesh, device_type)
-    vocab, sequence = (_axes(mesh, name, degree, device_type) for name, degree in (("vp", mesh.vp), ("cp", mesh.cp)))
+    made = groups.make(mesh, device_type, assumed=assumed)
     return World(
         rank=rank,
         size=mesh.size,
-        mesh=devices,
-        experts=experts,
-        vocab=vocab,
-        sequence=sequence,
+        mesh=made["weights"],
+        experts=made.get("experts"),
+        vocab=made.get("vocab"),
+        sequence=made.get("sequence"),
+        pipeline=made["weights"] if mesh.pp > 1 else None,
         assumed=assumed,
+        timeout=timedelta(seconds=mesh.timeout_s),
     )
-
-
-def _expert_axes(mesh: MeshSection, device_type: str) -> DeviceMesh | None:
-    if mesh.ep == 1:
-        return None
-    sizes = (mesh.replicate, (mesh.dp or 1) // mesh.ep, mesh.ep)
-    axes = init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "copies", "ep"))
-    axes["copies", "ep"]._flatten()  # a norm is summed over both in one collective
-    return axes
-
-
-def _axes(mesh: MeshSection, name: str, degree: int, device_type: str) -> DeviceMesh | None:
-    if degree == 1:
-        return None
-    return init_device_mesh(device_type, (mesh.size // degree, degree), mesh_dim_names=("copies", name))
 
 
 def _store() -> dist.Store:
@@ -320,6 +321,22 @@ def _store() -> dist.Store:
 def _ignore_sigterm() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@contextmanager
+def in_step(step: int) -> Iterator[None]:
+    """Let an error that passes through bear the number of the step, for `World.guarded` to tell."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in step {step}")
+        raise
+
+
+def _where(error: BaseException) -> str:
+    """Return " in step 7" where `in_step` has noted one."""
+    notes = [note for note in getattr(error, "__notes__", []) if note.startswith("in step ")]
+    return f" {notes[0]}" if notes else ""
 
 
 def _is_of_the_group(error: BaseException) -> bool:

@@ -45,7 +45,7 @@ def open_corpora(sources: Sequence[str], encode: Encoder, *, apart: bool = False
 
 def _find(source: str, encode: Encoder) -> Corpus:
     files, num_empty = [], 0
-    for path, name in _paths(source):
+    for path, name in files_of(source):
         size_bytes = _size_bytes(path)
         if size_bytes == 0:
             num_empty += 1
@@ -69,7 +69,12 @@ def _merge(corpora: Sequence[Corpus]) -> Corpus:
     )
 
 
-def _paths(source: str) -> Iterator[tuple[Path, str]]:
+def files_of(source: str) -> Iterator[tuple[Path, str]]:
+    """Return the files of `source`, each with its name within it, in a fixed order.
+
+    Raises:
+        UsageError: A source that does not exist or holds no text.
+    """
     if source.startswith(_BUILTIN):
         return _builtin(source)
     path = Path(source).expanduser()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from planish.comm.world import in_step
 from planish.data.batch import Batch
 from planish.errors import Interrupted
 from planish.memory.report import StepMemory
@@ -58,12 +59,13 @@ def train(job: Job, *, first_step: int, hooks: Hooks) -> None:
     """
     settings = job.run
     for step in range(first_step, settings.train.steps + 1):
-        hooks.on_step(train_step(job, step))
-        stopping, last = job.engine.world.max(hooks.stop_requested()) > 0, step == settings.train.steps
-        if stopping or _due(step, settings.save.every, last=last):
-            hooks.save(step)
-        if not stopping and _due(step, settings.train.eval_every, last=last):
-            hooks.evaluate(step)
+        with in_step(step):
+            hooks.on_step(train_step(job, step))
+            stopping, last = job.engine.world.max(hooks.stop_requested()) > 0, step == settings.train.steps
+            if stopping or _due(step, settings.save.every, last=last):
+                hooks.save(step)
+            if not stopping and _due(step, settings.train.eval_every, last=last):
+                hooks.evaluate(step)
         if stopping and not last:
             raise Interrupted(f"stopped after step {step}; it is saved, continue with `--resume`.")
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from planish.comm.world import World
@@ -83,7 +82,7 @@ class Staged:
             ),
         )
         self._run = PipelineRun(
-            pace.schedule, parts, self._flow, group=world.pipeline.get_group(), vocabulary_group=dist.new_group()
+            pace.schedule, parts, self._flow, group=world.pipeline.get_group(), vocabulary_group=world.second_group()
         )
 
     def step(self, batches: Sequence[Batch], *, upstream: float) -> Tensor:
