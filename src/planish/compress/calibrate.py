@@ -143,7 +143,7 @@ class _Attempt:
     Attributes:
         option: What it is a way to.
         made: How.
-        layer: With its weights, without a feed-forward network.
+        layer: With its weights, without an output matrix and a feed-forward network.
         plain: The output matrix that it would have without a re-fit.
         pair: Of what enters the output matrix, and the parent's output.
     """
@@ -198,11 +198,9 @@ class _LayerFit:
             self.attempts = list(self._make_attempts(entered))
         for attempt in self.attempts:
             around = self.parent.blocks.around_call(attempt.layer, normed)
-            output = attempt.layer.self_attn.o_proj
-            with _entering(output) as seen:
-                extra = {"sliding_window": attempt.layer.window} if attempt.layer.hands_on else {}
-                attempt.layer.self_attn(normed, **around, **extra)
-            attempt.pair.add(seen[0].flatten(0, 1), target, weight, held=held)
+            extra = {"sliding_window": attempt.layer.window} if attempt.layer.hands_on else {}
+            mixed = attempt.layer.self_attn(normed, **around, **extra)[0]
+            attempt.pair.add(mixed.flatten(0, 1), target, weight, held=held)
         if "attention" in self.linear:
             self.linear["attention"].add(normed.flatten(0, 1), target, weight, held=held)
 
@@ -246,12 +244,13 @@ class _LayerFit:
         self, option: AttentionOption, made: str, reduce: Callable[[Tensor], Tensor], plain: Tensor
     ) -> _Attempt:
         choice = Choice(attention=option, ffn=NoFfn())
-        layer = self.parent.blocks.empty(self.index, choice, device=plain.device, dtype=plain.dtype)
+        layer = self.parent.blocks.bare(self.index, choice, dtype=plain.dtype)
         tensors = part({name: each.detach() for name, each in self.layer.state_dict().items()}, "attention")
         for name, each in tensors.items():
             if ".k_proj." in name or ".v_proj." in name:
                 tensors[name] = reduce(each)
         layer.load_state_dict(tensors, assign=True)
+        layer.self_attn.o_proj = nn.Identity()  # what enters the output matrix comes out
         pair = _Pair(plain.shape[1], plain.shape[0], plain)
         return _Attempt(option=option, made=made, layer=layer, plain=plain, pair=pair)
 
@@ -306,7 +305,8 @@ class _LayerFit:
         if best is None:
             raise UsageError(f"layer {self.index} has no way to {option.label}; leave it out of the space.")
         error, attempt, matrix = best
-        tensors = part(attempt.layer.state_dict(), "attention") | {"self_attn.o_proj.weight": matrix}
+        kept = {name: each for name, each in self._parts("attention").items() if ".o_proj." in name}
+        tensors = kept | part(attempt.layer.state_dict(), "attention") | {"self_attn.o_proj.weight": matrix}
         self._write(library, "attention", option, tensors, (f"{attempt.made}, refit", error, plain_error))
 
     def _solve_linear(self, kind: Kind, product: Tensor | None) -> tuple[Tensor, tuple[str, float, float]]:

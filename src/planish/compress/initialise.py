@@ -48,7 +48,7 @@ def order_iteratively(gram: Tensor, down: Tensor) -> Tensor:
     return gone.flip(0)
 
 
-def order_by_refit(gram: Tensor, down: Tensor, *, ridge: float, rounds: int = 24) -> Tensor:
+def order_by_refit(gram: Tensor, down: Tensor, *, ridge: float, share: float = 0.125) -> Tensor:
     """Return channels from most to least wanted where those that stay make up for those that go [F].
 
     A channel's removal costs |w_i|^2 / (H^-1)_ii with H = gram + ridge and w re-fitted to what stays; every round drops
@@ -56,24 +56,28 @@ def order_by_refit(gram: Tensor, down: Tensor, *, ridge: float, rounds: int = 24
 
     Memory:        4 F^2 numbers of float64.
 
+    Args:
+        gram: Sum of x x^T over tokens [F, F].
+        down: The last projection's weight [D, F].
+        ridge: Added to the diagonal, as part of it.
+        share: Of the channels that are left, those that go in a round; at least one.
+
     References:
         Hassibi and Stork, Optimal Brain Surgeon (1993); Kurtic et al., ZipLM (2023), for whole structures.
     """
     gram, down = gram.double(), down.double()
-    pull = ridge * gram.diagonal() + 1e-9 * gram.diagonal().mean()
+    target = gram @ down.T
     full = gram.clone()
-    full.diagonal().add_(pull)
-    target = full @ down.T
-    kept, gone = torch.arange(len(pull), device=down.device), []
-    step = max(1, -(-len(pull) // rounds))
+    full.diagonal().add_(ridge * gram.diagonal() + 1e-9 * gram.diagonal().mean())
+    kept, gone = torch.arange(len(gram), device=down.device), []
     while len(kept):
-        inverse = torch.linalg.inv(full[kept][:, kept])
-        refitted = inverse @ target[kept]
-        cost = refitted.square().sum(1) / inverse.diagonal()
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(full[kept][:, kept]))
+        cost = (inverse @ target[kept]).square().sum(1) / inverse.diagonal()
         ranked = cost.argsort(stable=True)
+        step = max(1, int(len(kept) * share))
         gone.append(kept[ranked[:step]])
         kept = kept[ranked[step:]].sort().values
-    return torch.cat(gone).flip(0)
+    return torch.cat([each.flip(0) for each in reversed(gone)])
 
 
 def pool_heads(weight: Tensor, heads: int, count: int) -> Tensor:

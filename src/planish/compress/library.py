@@ -188,7 +188,7 @@ class Library:
         """Return the tensors of block `name` without their bytes."""
         if name not in self._shapes:
             with safe_open(self._path(name), framework="pt") as file:
-                self._shapes[name] = {each: _stand_in(file.get_slice(each)) for each in file.keys()}  # noqa: SIM118
+                self._shapes[name] = {each: stand_in(file.get_slice(each)) for each in file.keys()}  # noqa: SIM118
         return self._shapes[name]
 
     def read_tensor(self, name: str, tensor: str) -> Tensor:
@@ -246,7 +246,8 @@ def _append(path: Path, line: str) -> None:
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def _stand_in(part: Any) -> Tensor:
+def stand_in(part: Any) -> Tensor:
+    """Return a tensor without bytes that is shaped as a part of a safetensors file."""
     return torch.empty(part.get_shape(), dtype=_DTYPES[part.get_dtype()], device="meta")
 
 

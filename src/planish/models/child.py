@@ -274,6 +274,7 @@ def child_config(parent: Any, layers: dict[int, dict[str, Any]]) -> Any:
         tree.pop(name, None)
     if tree.get("sliding_window") is None:
         tree["sliding_window"] = None
+    tree["parent_layer_types"] = tree.get("layer_types")
     merged = {index: dict(layers.get(index, {})) for index in range(parent.num_hidden_layers)}
     tree["layer_types"] = [_layer_type(parent, index, each) for index, each in merged.items()]
     config = config_class(parent.model_type)(**tree, parent_type=parent.model_type, replace_with_linear=[])
@@ -281,6 +282,16 @@ def child_config(parent: Any, layers: dict[int, dict[str, Any]]) -> Any:
     config._attn_implementation = parent._attn_implementation
     config._experts_implementation = parent._experts_implementation
     return config
+
+
+def parent_config(config: Any) -> Any:
+    """Return the config of the parent of a child with config `config`."""
+    tree, base = config.to_dict(), CONFIG_MAPPING[config.parent_type]
+    tree["layer_types"] = tree.pop("parent_layer_types")
+    ours = ("model_type", "architectures", "per_layer_config", "auto_map", "parent_type", "replace_with_linear")
+    for name in (*ours, *(each for each in ("layer_types", "sliding_window") if not hasattr(base, each))):
+        tree.pop(name, None)
+    return base(**tree)
 
 
 def _layer_type(parent: Any, index: int, layer: dict[str, Any]) -> str:
