@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from planish.compress.space import (
     Architecture,
@@ -131,10 +132,12 @@ class Blocks:
             hidden = layer(hidden, **self.around_call(layer, hidden))
         return hidden
 
-    def around_call(self, layer: ChildLayer, hidden: Tensor) -> dict[str, Any]:
-        """Return what `layer` takes beside its hidden states [B, S, D]."""
-        position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        masks = causal_masks([layer], hidden, None, None, position_ids)
+    def around_call(
+        self, layer: ChildLayer, hidden: Tensor, *, cache: DynamicCache | None = None, start: int = 0
+    ) -> dict[str, Any]:
+        """Return what `layer` takes beside its hidden states [B, S, D], whose first token is number `start`."""
+        position_ids = (torch.arange(hidden.shape[1], device=hidden.device) + start)[None]
+        masks = causal_masks([layer], hidden, None, cache, position_ids)
         return {
             "attention_mask": masks.get(layer.window),
             "position_ids": position_ids,

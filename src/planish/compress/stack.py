@@ -21,6 +21,7 @@ class Stack:
         library: Of blocks.
         architecture: Default: the parent.
         device: Where it is; default: the CPU.
+        dtype: Of layers and hidden states; the ends stay as they are. Default: the library's.
 
     Attributes:
         layers: First to last.
@@ -28,9 +29,15 @@ class Stack:
     """
 
     def __init__(
-        self, library: Library, architecture: Architecture | None = None, *, device: torch.device | None = None
+        self,
+        library: Library,
+        architecture: Architecture | None = None,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.library = library
+        self.dtype = dtype or library.dtype
         self.device = device or torch.device("cpu")
         self.architecture = architecture or library.space.parent
         library.space.check(self.architecture)
@@ -39,7 +46,7 @@ class Stack:
         self._embedding = ends["embedding"]
         self.head = ends.get("head", self._embedding)
         self._norm = one_layer(library.config).norm
-        self._norm.load_state_dict({"weight": ends["norm"]}, assign=True)
+        self._norm.load_state_dict({"weight": ends["norm"].to(self.dtype)}, assign=True)
         self.layers = [self.layer(index, choice) for index, choice in enumerate(self.architecture.layers)]
 
     def layer(self, index: int, choice: Choice) -> ChildLayer:
@@ -47,14 +54,14 @@ class Stack:
 
         Memory:        the layer.
         """
-        layer = self.blocks.bare(index, choice, dtype=self.library.dtype)
+        layer = self.blocks.bare(index, choice, dtype=self.dtype)
         tensors = self.library.layer(index, choice)
-        layer.load_state_dict({name: each.to(self.device) for name, each in tensors.items()}, assign=True)
+        layer.load_state_dict({name: each.to(self.device, self.dtype) for name, each in tensors.items()}, assign=True)
         return layer.requires_grad_(requires_grad=False)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the hidden states [B, S, D] before the first layer of token ids [B, S]."""
-        return embedding(ids.to(self.device), self._embedding)
+        return embedding(ids.to(self.device), self._embedding).to(self.dtype)
 
     @torch.no_grad()
     def states(self, ids: Tensor) -> Iterator[Tensor]:
