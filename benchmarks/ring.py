@@ -96,14 +96,22 @@ def party(rank: int, size: int, tokens: int, *, width: int = WIDTH, vocab: int =
 
 
 class Traffic(AbstractContextManager):
-    """Counts the bytes that this rank gives to torch.distributed for others."""
+    """Counts the bytes that this rank gives to torch.distributed for others.
 
-    def __init__(self, rank: int) -> None:
-        self.sent_bytes, self._rank = 0, rank
-        self._hop, self._swap = dist.batch_isend_irecv, dist.all_to_all_single
+    A collective counts as a ring of hops carries it; the whole numbers that ranks agree on before it do not count.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.sent_bytes, self._rank, self._size = 0, rank, size
+        counters = {
+            "batch_isend_irecv": self._hop_bytes,
+            "all_to_all_single": self._swap_bytes,
+            "all_gather_single": self._gather_bytes,
+            "reduce_scatter_single": self._scatter_bytes,
+            "all_reduce": self._sum_bytes,
+        }
         self._patches = [
-            patch.object(dist, "batch_isend_irecv", self._count_hop),
-            patch.object(dist, "all_to_all_single", self._count_swap),
+            patch.object(dist, name, self._counted(getattr(dist, name), count)) for name, count in counters.items()
         ]
 
     def __enter__(self) -> Self:
@@ -115,13 +123,27 @@ class Traffic(AbstractContextManager):
         for each in self._patches:
             each.stop()
 
-    def _count_hop(self, hops: list[dist.P2POp]) -> list[dist.Work]:
-        self.sent_bytes += sum(each.tensor.nbytes for each in hops if each.op is dist.isend)
-        return self._hop(hops)
+    def _counted(self, call: Callable[..., Any], count: Callable[..., int]) -> Callable[..., Any]:
+        def counted(*given: Any, **how: Any) -> Any:
+            self.sent_bytes += count(*given)
+            return call(*given, **how)
 
-    def _count_swap(self, into: Tensor, out: Tensor, received: list[int], sent: list[int], **how: Any) -> None:
-        self.sent_bytes += (sum(sent) - sent[self._rank]) * out.itemsize
-        self._swap(into, out, received, sent, **how)
+        return counted
+
+    def _hop_bytes(self, hops: list[dist.P2POp]) -> int:
+        return sum(each.tensor.nbytes for each in hops if each.op is dist.isend)
+
+    def _swap_bytes(self, _: Tensor, out: Tensor, __: list[int], sent: list[int]) -> int:
+        return (sum(sent) - sent[self._rank]) * out.itemsize
+
+    def _gather_bytes(self, _: Tensor, own: Tensor) -> int:
+        return (self._size - 1) * own.nbytes if own.is_floating_point() else 0
+
+    def _scatter_bytes(self, own: Tensor, _: Tensor) -> int:
+        return (self._size - 1) * own.nbytes
+
+    def _sum_bytes(self, total: Tensor) -> int:
+        return 2 * (self._size - 1) * total.nbytes // self._size if total.dim() else 0
 
 
 def measure_peak(group: dist.ProcessGroup, *, tokens: int) -> Peak:
@@ -134,7 +156,7 @@ def measure_peak(group: dist.ProcessGroup, *, tokens: int) -> Peak:
 def measure_traffic(group: dist.ProcessGroup, *, tokens: int, mode: str) -> tuple[int, int]:
     """Return the bytes that this rank sends in forward and backward, and their formula."""
     operands = draw(tokens, shard_ranges(VOCAB, group.size())[group.rank()])
-    with Traffic(group.rank()) as traffic:
+    with Traffic(group.rank(), group.size()) as traffic:
         _ring(group, operands, mode=mode)().backward()
     ranks = party(group.rank(), group.size(), tokens)
     return traffic.sent_bytes, sum(sent_bytes(ranks, mode, which) for which in ("statistics", "gradients"))
@@ -254,7 +276,7 @@ def traffic() -> dict[str, Any]:
             for sent, formula in on_ranks(size, measure_traffic, tokens=1024, mode=mode)
         ]
         for size in (2, 4)
-        for mode in ("weights", "hidden")
+        for mode in ("weights", "hidden", "gather", "replicated")
     }
 
 
