@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from harness import Times, spread, write_result
-from planish.memory.allocator import fix_malloc_thresholds
+from planish.memory.allocator import ask_for_large_pages, fix_malloc_thresholds
 from planish.memory.ledger import Ledger
 from planish.memory.meter import ProcessMeter
 from planish.models.builtin import model_folder
@@ -66,6 +66,8 @@ def run_of(tokens: int, dtype: str, folder: Path) -> RunFile:
 
 def measure(variant: str, run: RunFile, steps: int) -> Measured:
     """Take one step to warm up and `steps` that count, in this process."""
+    if variant != "transformers":
+        ask_for_large_pages()
     if variant == "planish, budget":
         fix_malloc_thresholds()
     meter = ProcessMeter(torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -76,3 +77,30 @@ def test_a_c_library_without_the_version_is_not_glibc(monkeypatch):
 def test_describe_changes_nothing_and_names_the_library():
     assert allocator.describe().startswith("glibc 2.")
     assert "64.0 KiB" in allocator.describe()
+
+
+# Faults while 64 MiB are made and written, after a first tensor.
+FAULTS = """
+import resource
+import sys
+from planish.memory.allocator import ask_for_large_pages
+from planish.memory.pages import in_large_pages
+if sys.argv[1] == "torch asks":
+    ask_for_large_pages()
+import torch
+torch.ones(1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+block = torch.empty(2**26, dtype=torch.uint8)
+if sys.argv[1] == "we ask":
+    block = in_large_pages(block)
+block.zero_()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not SYSTEM.is_file() or "[madvise]" not in SYSTEM.read_text(), reason="programs have no choice")
+@pytest.mark.parametrize("who", ["torch asks", "we ask"])
+def test_large_pages_spare_faults(who):
+    assert int(output_of(FAULTS, who)) < int(output_of(FAULTS, "nobody")) / 8

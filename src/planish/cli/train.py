@@ -43,11 +43,13 @@ def read_run(path: Path | None, settings: list[tuple[str, Any]]) -> RunFile:
 
 def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:
     """Train `run` in its folder, in one order of summation; under a budget freed memory goes back to the system."""
+    from planish.memory.allocator import ask_for_large_pages, fix_malloc_thresholds
+
+    ask_for_large_pages()
     import torch
 
     from planish.cli.progress import RunView
     from planish.comm import world as worlds
-    from planish.memory.allocator import fix_malloc_thresholds
     from planish.memory.meter import ProcessMeter
     from planish.models.load import run_device
     from planish.train.fit import judge

@@ -4,9 +4,13 @@ glibc serves blocks under a threshold from a heap that shrinks from its top only
 as large blocks are freed: the heap then keeps most of what a training step frees. Fixed at 64 KiB, every tensor that
 matters has pages of its own, which go back when it dies; the price is page faults when the next one comes, a
 seventh to a third of a step's CPU time. `planish train` pays it where a budget was set.
+
+Large pages make most of it up: torch's allocator asks for them for tensors of 2 MiB and more where the environment
+says so when its first tensor is made.
 """
 
 import ctypes
+import os
 import sys
 from dataclasses import dataclass
 
@@ -15,6 +19,7 @@ from planish.units import format_bytes
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _DEFAULT_BYTES = 64 * 2**10
+_TORCH_LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +67,14 @@ def fix_malloc_thresholds(threshold_bytes: int = _DEFAULT_BYTES) -> MallocSettin
         else:
             return MallocSetting(applied=True, threshold_bytes=threshold_bytes, reason=reason)
     return MallocSetting(applied=False, threshold_bytes=threshold_bytes, reason=reason)
+
+
+def ask_for_large_pages() -> None:
+    """Make torch ask for large pages, unless the user's environment already says whether it should.
+
+    For the whole process, and only before its first tensor. Memory: none, since a page is large only inside a block.
+    """
+    os.environ.setdefault(_TORCH_LARGE_PAGES, "1")  # noqa: TID251 - where torch looks, and nowhere else
 
 
 def describe() -> str:

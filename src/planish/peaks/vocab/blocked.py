@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from planish.memory.pages import in_large_pages
 from planish.peaks.vocab.filter import Kept
 from planish.peaks.vocab.task import Task
 from planish.peaks.vocab.tile import Slopes, turned
@@ -73,9 +74,11 @@ class Gradients:
         wanted, wide = task.head.grads, getattr(torch, task.head.wide_dtype)
         make_hidden = torch.empty_like if task.index is None else torch.zeros_like
         make_weight = torch.empty if task.num_valid else torch.zeros
+        d_hidden = make_hidden(hidden) if "hidden" in wanted else None
+        d_weight = make_weight(weight.shape, dtype=weight_dtype, device=weight.device) if "weight" in wanted else None
         return cls(
-            hidden=make_hidden(hidden) if "hidden" in wanted else None,
-            weight=make_weight(weight.shape, dtype=weight_dtype, device=weight.device) if "weight" in wanted else None,
+            hidden=None if d_hidden is None else in_large_pages(d_hidden),
+            weight=None if d_weight is None else in_large_pages(d_weight),
             bias=torch.zeros(len(weight), dtype=wide, device=weight.device) if "bias" in wanted else None,
         )
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from planish.kernels.softmax import softmax_kernels
+from planish.memory.pages import in_large_pages
 from planish.price.vocab import BLOCK, Buffers
 
 LOG2E = math.log2(math.e)
@@ -67,7 +68,7 @@ class Workspace:
         """Return tensors for `buffers`, not filled."""
         return cls(
             **{
-                name: torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+                name: in_large_pages(torch.empty(shape, dtype=getattr(torch, dtype), device=device))
                 for name, (shape, dtype) in buffers.items()
             }
         )
