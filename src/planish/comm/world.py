@@ -283,18 +283,23 @@ def _why_not_met(error: Exception, store: dist.Store | None, mesh: MeshSection) 
 
 
 @contextmanager
-def assume(mesh: MeshSection, *, device_type: str) -> Iterator[World]:
-    """Return the world of the first rank of `mesh` with no other rank there: collectives leave the data as it is.
+def assume(mesh: MeshSection, *, device_type: str, rank: int = 0) -> Iterator[World]:
+    """Return the world of one rank of `mesh` with no other rank there: collectives leave the data as it is.
 
     No other process group may be there meanwhile. DTensor remembers the place of this rank beyond it, so that a
-    process may only become the first rank of such a mesh afterwards.
+    process may only become the same rank of such a mesh afterwards; a pipeline has no DTensors that move.
+
+    Args:
+        mesh: The ranks.
+        device_type: Of all their tensors.
+        rank: Which of them this process is taken to be.
     """
     if mesh.size == 1:
         yield ALONE
         return
-    dist.init_process_group("fake", rank=0, world_size=mesh.size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=mesh.size, store=FakeStore())
     try:
-        yield _world(mesh, device_type, assumed=True)
+        yield _world(mesh, device_type, rank=rank, assumed=True)
     finally:
         dist.destroy_process_group()
 

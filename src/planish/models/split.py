@@ -150,7 +150,7 @@ def keep_rows(anatomy: Anatomy, embedding: nn.Embedding, rows: slice, *, whole: 
     def part(param: nn.Parameter) -> nn.Parameter:
         if id(param) not in made:
             taken = param.detach()[rows]
-            data = torch.empty_like(taken, device=whole) if param.is_meta else taken.clone()
+            data = torch.empty_like(taken, device=whole) if param.device.type == "meta" else taken.clone()
             made[id(param)] = nn.Parameter(data, requires_grad=param.requires_grad)
         return made[id(param)]
 

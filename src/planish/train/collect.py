@@ -47,15 +47,21 @@ class Collected:
     Args:
         weights: This rank's; rows of a shared one as a DTensor.
         world: The ranks of a pipeline.
+        whole: All weights, where the other ranks are assumed: what is not here is taken to be the next one's.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], world: World) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], world: World, whole: Mapping[str, Tensor] | None = None) -> None:
         self._weights, self._world = weights, world
-        self._outlines = outlines(weights, world)
         holders: dict[str, list[int]] = {}
-        for rank, names in enumerate(world.gather(list(weights))):
-            for name in names:
-                holders.setdefault(name, []).append(rank)
+        if whole is None:
+            self._outlines = outlines(weights, world)
+            for rank, names in enumerate(world.gather(list(weights))):
+                for name in names:
+                    holders.setdefault(name, []).append(rank)
+        else:
+            self._outlines = dict(whole)
+            next_one = (world.rank + 1) % world.size
+            holders = {name: [world.rank if name in weights else next_one] for name in whole}
         self._holders = holders
         self._groups: dict[str, list[str]] = {}
         for name in sorted(holders, key=_naturally):

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import PretrainedConfig, PreTrainedModel
 
 from planish.comm.world import assume
@@ -17,13 +18,15 @@ from planish.memory.report import PhasePeak, StepMemory
 from planish.models.int8 import loads_on_host, settle
 from planish.models.load import draw_model, load_config
 from planish.runfile import RunFile
-from planish.shapes import spans
+    Over several ranks they are those of one with the first shards and the last span of its rows, which holds at least
+    as much as any other; of a pipeline those of the rank that is asked about. No rank needs to be there, and this
+    process must not be one of several yet.
 from planish.train.engine import build_engine
 from planish.train.evaluate import evaluate
 from planish.train.facts import AssumedFacts
 from planish.train.job import Job
 from planish.train.loop import train_step
-from planish.train.model_folder import rehearse_write
+from planish.train.model_folder import rehearse_write, weights_of
 from planish.train.optimizer import build_optimizer
 
 _STEPS = 2
@@ -93,11 +96,14 @@ class DryRun:
         return self.phases[self.peak_phase].peak_bytes
 
 
-def dry_run(run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal["cpu", "cuda"] = "cpu") -> DryRun:
+def dry_run(
+    run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal["cpu", "cuda"] = "cpu", rank: int = 0
+) -> DryRun:
     """Return the peaks of `run`, executing the very code that will train on tensors without data.
 
     Over several ranks they are those of one with the first shards and the last span of its rows, which holds at least
-    as much as any other; no rank needs to be there, and this process must not be one of several yet.
+    as much as any other; of a pipeline those of the rank that is asked about. No rank needs to be there, and this
+    process must not be one of several yet.
 
     Memory:        none for tensors.
     Exactness:     equal to the ledger of the real run on these batches, to the byte, from the first forward on;
@@ -108,18 +114,28 @@ def dry_run(run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal
         batches: Sizes to assume, in order and again from the first, as a rank takes them; none: the largest that the
             run can meet.
         device_type: The device whose memory is asked about; a CUDA device need not be there.
+        rank: Of the pipeline, the rank that is asked about; the rows of the vocabulary that a batch needs are taken to
+            be all its own, and all different, the most that they can be.
 
     Raises:
         UsageError: A model that cannot be built.
     """
     config = load_config(run.model, context=run.data.context)
     with ExitStack() as scope:
-        world = scope.enter_context(assume(run.mesh, device_type=device_type))
+        world = scope.enter_context(assume(run.mesh, device_type=device_type, rank=rank))
         mode = scope.enter_context(FakeTensorMode())
         ledger = scope.enter_context(Ledger(device_type=device_type))
+        whole: dict[str, Tensor] = {}
+
+        def load() -> PreTrainedModel:
+            model = _draw(config, run, device_type) if world.leads else _sketch(config, run)
+            if world.pipeline is not None:
+                whole.update({name: torch.empty_like(each, device="meta") for name, each in weights_of(model).items()})
+            return model
+
         with torch.device(device_type):
             engine = build_engine(
-                lambda: _draw(config, run, device_type),
+                load,
                 run.plan,
                 tokens=run.tokens_per_microbatch,
                 ledger=ledger,
@@ -143,7 +159,9 @@ def dry_run(run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal
             if run.data.eval:
                 evaluate(engine, job.eval_batches())
             with ledger.phase("save"):
-                rehearse_write(engine.anatomy.model)
+                model = engine.anatomy.model
+                groups = None if world.pipeline is None else Collected(weights_of(model), world, whole)
+                rehearse_write(model, groups)
             records.append(ledger.end_step())
     phases: dict[Phase, PhasePeak] = {}
     for record in records:
@@ -154,13 +172,13 @@ def dry_run(run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal
 
 
 def _steps(job: Job) -> list[StepMemory]:
-    """Return what the steps of the run hold.
+    """Return what the steps of the run hold; in a pipeline all are alike.
 
     The first one over shards also counts what sharding propagation makes for later ones; after the first one over
     copies DDP sorts its buckets anew, which needs data.
     """
     mesh = job.run.mesh
-    copied = mesh.size > 1 and not mesh.sharded
+    copied = mesh.size > 1 and not mesh.sharded and mesh.pp == 1
     taken = [train_step(job, step).memory for step in range(1, 1 + (1 if copied else _STEPS))]
     return taken[1:] if mesh.sharded else taken
 
@@ -169,6 +187,22 @@ def _draw(config: PretrainedConfig, run: RunFile, device_type: str) -> PreTraine
     with torch.device("cpu" if loads_on_host(run.plan.optim) else device_type):
         model = draw_model(config, run.model)
     return settle(model, run.plan.optim, torch.device(device_type))
+
+
+def _sketch(config: PretrainedConfig, run: RunFile) -> PreTrainedModel:
+    """Return the model on the meta device, where torch makes some tensors that are not fake: all become so after."""
+    with unset_fake_temporarily(), torch.device("meta"):
+        model = draw_model(config, run.model)
+    made: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            if id(param) not in made:
+                empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
+                made[id(param)] = torch.nn.Parameter(empty, requires_grad=param.requires_grad)
+            module._parameters[name] = made[id(param)]
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+    return model
 
 
 def _endless(batches: Sequence[Batch]) -> Iterator[Batch]:

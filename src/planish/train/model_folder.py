@@ -74,9 +74,9 @@ def write_model(
     return _write(folder, model, groups, leads=leads)
 
 
-def rehearse_write(model: PreTrainedModel) -> None:
+def rehearse_write(model: PreTrainedModel, groups: Groups | None = None) -> None:
     """Make every tensor that `write_model` makes, and write nothing."""
-    _write(Path(), model, None, leads=False)
+    _write(Path(), model, groups, leads=False)
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:

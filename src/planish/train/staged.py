@@ -65,7 +65,11 @@ class Staged:
         views = [StageView(decoder, layers, packed=packed) for layers in part.layers]
         shape = {"start": min(part.rows.start, part.vocab_size), "vocab_size": part.vocab_size}
         self._flow = Flow(
-            width=anatomy.hidden_size, dtype=anatomy.model.dtype, device=anatomy.model.device, watch=self._watch
+            width=anatomy.hidden_size,
+            dtype=anatomy.model.dtype,
+            device=anatomy.model.device,
+            watch=self._watch,
+            assumed=world.assumed,
         )
         parts = Parts(
             stages=[StageLayers(forward=view, modules=view.modules) for view in views],
@@ -99,7 +103,7 @@ class Staged:
             if param.grad is not None:
                 self._ledger.adopt(param.grad, "gradients", owner=name)
         self._steps += 1
-        if self._steps == _MEASURED_STEP and not self._tied:
+        if self._steps == _MEASURED_STEP and not self._tied and not self._world.assumed:
             self._pace.measured(self.passes())
             self._run.forget_schedules()
         return losses

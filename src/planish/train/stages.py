@@ -84,7 +84,7 @@ def cut(anatomy: Anatomy, counts: tuple[int, ...], stage_ranks: tuple[int, ...],
     keep_rows(anatomy, decoder.embedding, rows[world.rank], whole=device)
     keep_layers(decoder, [i for each in mine for i in each], norm=world.rank == last)
     if not world.leads:
-        model.to_empty(device=device)
+        _make_room(model, device)
     _deal(model, whole, buffers, owners, rows, world)
     found = Cut(
         anatomy=find(model),
@@ -97,6 +97,21 @@ def cut(anatomy: Anatomy, counts: tuple[int, ...], stage_ranks: tuple[int, ...],
     for module in (decoder.embedding, anatomy.head):
         module.register_state_dict_post_hook(_as_shards(found))
     return found
+
+
+def _make_room(model: nn.Module, device: torch.device) -> None:
+    """Give every weight and buffer that is on the meta device memory; what shares rows of the vocabulary has its own.
+
+    As `Module.to_empty` does, which cannot replace fake tensors.
+    """
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            if param.device.type == "meta":
+                data = torch.empty_like(param, device=device)
+                setattr(module, name, nn.Parameter(data, requires_grad=param.requires_grad))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.device.type == "meta":
+                module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 def _owner(name: str, owner_of_layer: dict[str, int], last: int) -> int:

@@ -5,14 +5,15 @@ row travels once. (The paper has every rank write a whole [T, D], mostly zeros, 
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from planish.peaks.vocab.shard import Rows, Shard, embed, embed_backward
-from planish.pipeline.run.channel import Channel, wait
+from planish.pipeline.run.channel import Channel
 from planish.pipeline.run.flow import Flow, grad_of
+from planish.pipeline.run.transfer import Transfer, wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +52,16 @@ class SharedEmbedding:
         self._owners: dict[int, _Owners] = {}
         self._rows: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
-        self._arriving: dict[int, tuple[Tensor, dist.Work | None]] = {}
-        self._returning: dict[int, tuple[Tensor, dist.Work | None]] = {}
+        self._arriving: dict[int, tuple[Tensor, Transfer | None]] = {}
+        self._returning: dict[int, tuple[Tensor, Transfer | None]] = {}
 
     def look_up(self, i: int) -> None:
         """IF: take the rows that are here."""
         ids = self._flow.batches[i].input_ids
         owner = ids.reshape(-1).div(self._rows_each, rounding_mode="floor").clamp_(0, self._channel.size - 1)
-        counts = torch.bincount(owner, minlength=self._channel.size).tolist()
-        owners = self._owners[i] = _Owners(order=owner.argsort(stable=True), counts=counts)
+        sorted_, order = owner.sort(stable=True)
+        ends = torch.searchsorted(sorted_, torch.arange(self._channel.size, device=ids.device), right=True)
+        owners = self._owners[i] = _Owners(order=order, counts=self._counts(i, ends))
         self._rows[i] = embed(self._shard, ids, owned=owners.owned(self._channel.rank)).values
 
     def send(self, i: int) -> None:
@@ -116,6 +118,13 @@ class SharedEmbedding:
         """Forget a step that did not end."""
         for each in (self._owners, self._rows, self._grads, self._arriving, self._returning):
             each.clear()
+
+    def _counts(self, i: int, ends: Tensor) -> list[int]:
+        """Return how many tokens each rank owns; where there is no data this rank owns all of them, the most it can."""
+        if self._flow.assumed:
+            size = self._flow.batches[i].input_ids.numel()
+            return [size if rank == self._channel.rank else 0 for rank in range(self._channel.size)]
+        return [stop - start for start, stop in pairwise((0, *ends.tolist()))]
 
     def _only_root(self, rows: int) -> list[int]:
         return [rows if rank == self._root else 0 for rank in range(self._channel.size)]

@@ -58,6 +58,7 @@ class Flow:
         upstream: Derivative of the step's loss by the loss of each counted token.
         training: Whether there is a backward.
         labelled: Whether the head tells losses, or else the most likely next token.
+        assumed: Tensors have no data and the other ranks are not there; what depends on data is the most it can be.
     """
 
     width: int
@@ -68,6 +69,7 @@ class Flow:
     upstream: float = 1.0
     training: bool = False
     labelled: bool = True
+    assumed: bool = False
 
     def buffer(self, microbatch: int) -> Tensor:
         """Return memory for a hidden state of `microbatch`, [B, S, D]."""

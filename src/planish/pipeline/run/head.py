@@ -1,13 +1,13 @@
 """The head on all ranks, between the last stage's forward and its backward: C0, S, C1, T, and C2 of Vocab-1."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from planish.peaks.vocab.shard import ShardedHead, Tokens
 from planish.peaks.vocab.sharded import Scan, TokenStatistics, combine_shards, rescale, s_pass, t_pass, to_tokens
-from planish.pipeline.run.channel import Channel, wait
+from planish.pipeline.run.channel import Channel
 from planish.pipeline.run.flow import Flow, grad_of
+from planish.pipeline.run.transfer import Transfer, wait
 
 
 class SharedHead:
@@ -31,13 +31,13 @@ class SharedHead:
     def __init__(self, head: ShardedHead, *, one_barrier: bool, channel: Channel, root: int, flow: Flow) -> None:
         self._head, self._one_barrier = head, one_barrier
         self._channel, self._root, self._flow = channel, root, flow
-        self._arriving: dict[int, tuple[Tensor, dist.Work | None]] = {}
+        self._arriving: dict[int, tuple[Tensor, Transfer | None]] = {}
         self._scans: dict[int, Scan] = {}
-        self._meeting: dict[int, tuple[Scan, Tensor, dist.Work | None]] = {}
+        self._meeting: dict[int, tuple[Scan, Tensor, Transfer | None]] = {}
         self._known: dict[int, tuple[Tokens, TokenStatistics]] = {}
         self._shares: dict[int, Tensor] = {}
         self._tokens: dict[int, Tokens] = {}
-        self._reduced: dict[int, tuple[Tensor, dist.Work | None]] = {}
+        self._reduced: dict[int, tuple[Tensor, Transfer | None]] = {}
         self.losses: dict[int, Tensor] = {}
         self.likely: dict[int, Tensor] = {}
 

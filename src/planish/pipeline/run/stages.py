@@ -9,7 +9,6 @@ every send until the end (pytorch#136380). Here a buffer exists from its receive
 forward to its send; of a forward there stay its input and the node of its output.
 """
 
-from collections import deque
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ from planish.pipeline.run.deferred import Deferred
 from planish.pipeline.run.embedding import SharedEmbedding
 from planish.pipeline.run.flow import Flow, StageForward
 from planish.pipeline.run.head import SharedHead
-
-_AHEAD = 2
+from planish.pipeline.run.transfer import Ring, Transfer
 
 
 class _Stage(PipelineStage):
@@ -70,7 +68,7 @@ class LayersStage(_Stage):
         self._grads: dict[int, Tensor] = {}
         self._input_grads: dict[int, Tensor] = {}
         self._alive: dict[int, tuple[Tensor, Any]] = {}
-        self._sends: dict[Kind, deque[dist.Work]] = {Kind.SEND_F: deque(), Kind.SEND_B: deque()}
+        self._sends = {Kind.SEND_F: Ring(), Kind.SEND_B: Ring()}
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receive of a hidden state, into a new buffer."""
@@ -88,17 +86,15 @@ class LayersStage(_Stage):
         Its receive stands earlier in the one order of all transfers, so the wait ends.
         """
         forward, sends = kind is Kind.SEND_F, self._sends[kind]
-        while len(sends) >= _AHEAD:
-            sends.popleft().wait()
+        sends.make_room()
         tensor = (self._outputs if forward else self._input_grads).pop(i).contiguous()
         op = self._transfer(dist.isend, tensor, self.stage_index + (1 if forward else -1))
-        sends.append(op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer))
+        sends.add(Transfer(op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer), tensor))
 
     def settle(self) -> None:
         """Wait for the sends that are under way."""
         for sends in self._sends.values():
-            while sends:
-                sends.popleft().wait()
+            sends.settle()
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """Take a hidden state from the stage before, on this rank."""

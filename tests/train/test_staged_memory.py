@@ -1,0 +1,102 @@
+"""A dry run of each rank of a pipeline that is not there is the ledger of the rank, phase by phase."""
+
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from forks import run_in_child
+from planish.memory.ledger import Ledger
+from planish.peaks.vocab.shard import shard_ranges
+from planish.runfile import load
+from planish.train import checkpoint
+from planish.train.dry_run import dry_run
+from planish.train.evaluate import evaluate
+from planish.train.job import build
+from planish.train.loop import train_step
+from planish.train.run_folder import follow_run_folder, open_run_folder
+from planish.train.session import optimizer_tensors
+
+CONTEXT, LAYERS, STEPS, VOCAB = 64, 4, 2, 300
+PIPELINED = ("plan.dispatch", "pipelined")
+CASES = {
+    "1f1b fp32": ("llama", 2, [("plan.pipeline", "1f1b"), ("train.grad_accum", 4)]),
+    "v-half, vocab-1, experts, bf16": (
+        "qwen3-moe",
+        2,
+        [
+            ("plan.pipeline.method", "v-half"),
+            ("plan.pipeline.head", "vocab-1"),
+            PIPELINED,
+            ("model.dtype", "bf16"),
+            ("train.grad_accum", 3),
+        ],
+    ),
+    "1f1b, everything kept, three ranks": (
+        "gemma2",
+        3,
+        [("plan.pipeline", "1f1b"), ("plan.boundary", "plain"), ("train.grad_accum", 2)],
+    ),
+}
+
+
+def own_ids(path, vocab_size, pp, rank):
+    """Write ids whose rows are all of one rank, no row twice in a microbatch."""
+    rows = shard_ranges(vocab_size, pp)[rank]
+    ids = np.arange(max(1, rows.start), rows.stop, dtype="<u2")
+    assert len(ids) >= CONTEXT
+    np.tile(ids, 40).tofile(path)
+
+
+def measured(run, world):
+    """Return the peaks by phase of each step, an evaluation and a checkpoint, and the batches that were taken."""
+    with ExitStack() as scope:
+        opened = open_run_folder(run.save.dir, resume=False, overwrite=False) if world.leads else None
+        folder = scope.enter_context(opened or follow_run_folder(run.save.dir, resume=False))
+        ledger = scope.enter_context(Ledger())
+        job = build(run, ledger, scope, world)
+        start = job.feed.position
+        records = [train_step(job, step).memory for step in range(1, STEPS + 1)]
+        ledger.start_step(STEPS)
+        evaluate(job.engine, [next(iter(job.eval_batches()))])
+        folder.begin(run_toml=run.to_toml(), plan_toml=run.plan.to_toml(), step=0)
+        with ledger.phase("save"):
+            checkpoint.save(
+                folder, step=2, model=job.engine.anatomy.model, tokenizer=job.tokenizer,
+                tensors=optimizer_tensors(job), progress={}, plan=run.plan, keep=1, world=world,
+            )  # fmt: skip
+        records.append(ledger.end_step())
+        job.feed.seek(start)
+        batches = [job.feed.next() for _ in range(STEPS * run.train.grad_accum)]
+        num_params = len(list(job.engine.anatomy.model.parameters()))
+    return records, [*batches, next(iter(job.eval_batches()))], num_params
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_dry_run_of_a_stage_is_the_ledger_of_its_rank(model_folder, tmp_path, ranks, case):
+    family, pp, settings = CASES[case]
+    data = tmp_path / "ids.bin"
+    base = [("model.from", str(model_folder(family, num_hidden_layers=LAYERS))), ("model.dtype", "fp32")]
+    base += [("data.train", str(data)), ("data.eval", str(data)), ("data.eval_tokens", CONTEXT)]
+    base.append(("data.context", CONTEXT))
+    for owner in range(pp):
+        own_ids(data, VOCAB, pp, owner)
+        folder = ("save.dir", str(tmp_path / f"run-{owner}"))
+        run = load(None, [*base, ("mesh.pp", pp), folder, *settings])
+        answers = ranks(lambda world, run=run: measured(run, world), pp=pp)
+        batches = answers[0][1]
+        dry_runs = run_in_child(
+            lambda run=run, batches=batches: [dry_run(run, batches=batches, rank=i) for i in range(pp)]
+        )
+        for rank, (dry, (records, _, num_params)) in enumerate(zip(dry_runs, answers, strict=True)):
+            # Each parameter has a norm; names and shapes of what a checkpoint holds travel as text.
+            small = {"optimizer": 8 * num_params, "save": 400 * (pp + 1) * num_params}
+            for phase in ("forward", "head", "backward", "optimizer", "eval", "save"):
+                peaks = [each.phases[phase] for each in records if phase in each.phases]
+                real = min(peaks, key=lambda peak: peak.peak_bytes)  # gloo's threads may let go a moment late
+                found, slack = dry.phases[phase], small.get(phase, 0)
+                assert real.peak_bytes <= found.peak_bytes + slack, phase
+                if rank == owner:
+                    assert found.peak_bytes - real.peak_bytes <= slack, phase
+                    if not slack:
+                        assert found.categories == real.categories, phase
