@@ -21,7 +21,7 @@ def words(model_folder, text_file, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("mesh", [("--mesh.dp", 2), ("--mesh.replicate", 2)], ids=str)
+@pytest.mark.parametrize("mesh", [("--mesh.dp", 2), ("--mesh.replicate", 2), ("--mesh.pp", 2)], ids=str)
 def test_what_does_not_fit_is_refused_by_every_rank_as_plan_says(torchrun, words, tmp_path, mesh):
     [(code, out, _)] = torchrun(*words("plan", *mesh, "--json"), ranks=1)
     tree = json.loads(out)
@@ -44,6 +44,14 @@ def test_plan_names_the_ranks(torchrun, words):
     [(code, said, _)] = torchrun(*words("plan", "--mesh.dp", 4, "--memory", "300MiB"), ranks=1)
     assert code == 0
     assert "each of 4 ranks (replicate 1 x dp 4)" in said
+
+
+def test_plan_names_what_each_stage_holds(torchrun, words):
+    [(code, said, _)] = torchrun(*words("plan", "--mesh.pp", 2, "--memory", "300MiB", "--prove"), ranks=1)
+    assert code == 0
+    assert "each phase is that of the stage that holds most" in said
+    assert "rank 0 " in said
+    assert "on rank " in said
 
 
 def test_a_budget_broken_while_running_ends_every_rank_with_4_and_the_table(torchrun, words, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from planish.train.dry_run import dry_run
 from planish.train.evaluate import evaluate
 from planish.train.job import build
 from planish.train.loop import train_step
+from planish.train.predict import by_dry_run
 from planish.train.run_folder import follow_run_folder, open_run_folder
 from planish.train.session import optimizer_tensors
 
@@ -72,7 +73,14 @@ def measured(run, world):
     return records, [*batches, next(iter(job.eval_batches()))], num_params
 
 
-@pytest.mark.parametrize("case", CASES)
+def take_steps(run, world, size):
+    """Return the reports of some steps."""
+    with ExitStack() as scope:
+        job = build(run, scope.enter_context(Ledger()), scope, world)
+        return [train_step(job, step) for step in range(1, size + 1)]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * ("three" in case)) for case in CASES])
 def test_a_dry_run_of_a_stage_is_the_ledger_of_its_rank(model_folder, tmp_path, ranks, case):
     family, pp, settings = CASES[case]
     data = tmp_path / "ids.bin"
@@ -100,3 +108,30 @@ def test_a_dry_run_of_a_stage_is_the_ledger_of_its_rank(model_folder, tmp_path, 
                     assert found.peak_bytes - real.peak_bytes <= slack, phase
                     if not slack:
                         assert found.categories == real.categories, phase
+
+
+def test_a_long_step_holds_what_a_short_one_does_and_its_batches(model_folder, text_file):
+    base = [("model.from", str(model_folder())), ("data.train", str(text_file)), ("data.context", 64), ("mesh.pp", 2)]
+
+    def peak(microbatches, **dry):
+        run = load(None, [*base, ("train.grad_accum", microbatches)])
+        return run_in_child(lambda: dry_run(run, rank=1, **dry).phases["backward"])
+
+    short, long = peak(8), peak(40)
+    assert long.categories["other"] - short.categories["other"] == 32 * 3 * 8 * 64
+    assert long.peak_bytes - short.peak_bytes == 32 * (3 * 8 * 64 + 8)
+
+
+def test_every_step_stays_within_what_was_told(model_folder, text_file, tmp_path, ranks):
+    """Also those whose schedule is made of measured times."""
+    base = [("model.from", str(model_folder("qwen3", num_hidden_layers=LAYERS))), ("model.dtype", "fp32")]
+    base += [("data.train", str(text_file)), ("data.context", 32), ("mesh.pp", 2), ("train.grad_accum", 5)]
+    run = load(None, [*base, ("save.dir", str(tmp_path / "run"))])
+    told = run_in_child(lambda: by_dry_run(run))
+    assert len(told.ranks) == 2
+    assert max(told.ranks) == told.peak_bytes
+    for steps in ranks(lambda world: [each.memory.phases for each in take_steps(run, world, 5)], pp=2):
+        for phase in ("forward", "head", "backward", "optimizer"):
+            scalars = 2**10 if phase == "optimizer" else 0
+            later = min(each[phase].peak_bytes for each in steps[2:])  # gloo's threads may let go a moment late
+            assert later <= told.phases[phase].peak_bytes + scalars, phase

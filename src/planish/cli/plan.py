@@ -59,7 +59,7 @@ class Answer:
     Attributes:
         run: Every setting.
         prediction: What it will hold.
-        plain: What it would hold if nothing were bounded.
+        plain: What it would hold if nothing were bounded; None where nobody has asked.
         choice: The least bounded plan that fits, where there is a budget to fit.
         longest: The longest context that fits the budget.
         proof: What the dry run says.
@@ -68,7 +68,7 @@ class Answer:
 
     run: RunFile
     prediction: Prediction
-    plain: Estimate
+    plain: Estimate | None
     choice: Choice | None
     longest: int | None
     proof: Estimate | None
@@ -134,6 +134,11 @@ def _answer(options: Options, settings: list[tuple[str, Any]], say: Say) -> Answ
     run, notes = _assume(read_run(options.run, settings))
     budget_bytes = run.memory.budget
     prediction = predict(run, say)
+    if run.mesh.pp > 1:  # each price of another plan would take a dry run of every rank
+        proof = prediction.estimate if options.prove else None
+        return Answer(
+            run=run, prediction=prediction, plain=None, choice=None, longest=None, proof=proof, notes=tuple(notes)
+        )
     plans = {run.plan: prediction.estimate}
 
     def peak(plan: Plan) -> Estimate:
@@ -197,9 +202,12 @@ def _assume(run: RunFile) -> tuple[RunFile, tuple[str, ...]]:
     return replace(run, model=replace(run.model, extend_positions=True)), (note,)
 
 
-def _ranks(run: RunFile) -> tuple[str, ...]:
+def _ranks(run: RunFile, found: Estimate) -> tuple[str, ...]:
     """Return what the figures are of, where there are several ranks."""
     mesh = run.mesh
+    if found.ranks:
+        each = ", ".join(f"rank {rank} {format_bytes(peak)}" for rank, peak in enumerate(found.ranks))
+        return (f"each phase is that of the stage that holds most, and `memory.budget` is each rank's: {each}",)
     if mesh.size == 1:
         return ()
     shares = f"replicate {mesh.replicate} x dp {mesh.dp or 1}"
@@ -230,7 +238,7 @@ def _to_tree(answer: Answer) -> dict[str, Any]:
         "plan": encode(run.plan),
         "assumed": list(answer.notes),
         "approximations": list(run.plan.approximations),
-        "plain": {"peak_bytes": answer.plain.peak_bytes, "peak_phase": answer.plain.peak_phase},
+        "plain": answer.plain and {"peak_bytes": answer.plain.peak_bytes, "peak_phase": answer.plain.peak_phase},
     }
     if answer.choice is not None:
         choice = answer.choice
@@ -252,7 +260,7 @@ def _show(answer: Answer) -> int:
         f"peak {format_bytes(found.peak_bytes)} in {found.peak_phase}, {found.phases[found.peak_phase].where}"
     )
     console.print(f"held by {found.owners}")
-    for sentence in (*_ranks(run), *answer.notes, *run.plan.approximations, *_verdict(answer)):
+    for sentence in (*_ranks(run, found), *answer.notes, *run.plan.approximations, *_verdict(answer)):
         console.print(sentence)
     plan = run.plan if answer.choice is None else answer.choice.plan
     heading = "# the plan" if answer.choice is None else "# the least bounded plan, to paste into a run file"
@@ -265,7 +273,9 @@ def _show(answer: Answer) -> int:
 
 def _verdict(answer: Answer) -> list[str]:
     run, found, plain = answer.run, answer.prediction.estimate, answer.plain
-    said = [f"with nothing bounded it would be {format_bytes(plain.peak_bytes)} in {plain.peak_phase}"]
+    said = []
+    if plain is not None:
+        said.append(f"with nothing bounded it would be {format_bytes(plain.peak_bytes)} in {plain.peak_phase}")
     if run.memory.budget is None:
         return [*said, f'smallest budget that would do: memory.budget = "{smallest_budget(found)}"']
     if found.peak_bytes <= run.memory.budget:

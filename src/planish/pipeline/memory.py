@@ -4,11 +4,12 @@ The order of a rank's actions alone decides, so the counts hold whatever the pas
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
-from planish.pipeline.actions import Action, Head, Kind
+from planish.pipeline.actions import PASSES, Action, Head, Kind
 from planish.pipeline.schedule import Schedule
 
 
@@ -79,6 +80,58 @@ def peak_bytes(schedule: Schedule, footprint: Footprint) -> tuple[int, ...]:
             peak = max(peak, live)
         peaks.append(peak)
     return tuple(peaks)
+
+
+def enough_microbatches(plan: Callable[[int], Schedule], num_microbatches: int) -> int:
+    """Return how many microbatches hold as much at once, on every rank, as `num_microbatches` do: it stops growing.
+
+    Args:
+        plan: Microbatches in, schedule with its communication out.
+        num_microbatches: Of a step.
+    """
+    num_ranks = plan(1).num_ranks
+    settled = min(num_microbatches, 4 * num_ranks + 9)
+    most = _extent(plan(settled))
+    fewer = (each for each in (2 * num_ranks + 2, 3 * num_ranks + 2) if each < settled)
+    return next((each for each in fewer if _extent(plan(each)) == most), settled)
+
+
+def holds_no_more(schedule: Schedule, other: Schedule, footprint: Footprint, *, spare: int = 0) -> bool:
+    """Return whether no rank holds more with `schedule` than with `other`, whatever its passes take for a moment.
+
+    For each kind of pass, the most that is alive beside one of them is compared.
+
+    Args:
+        schedule: What may be taken.
+        other: What was planned with.
+        footprint: What is alive weighs this.
+        spare: What may come on top.
+    """
+    for rank in range(schedule.num_ranks):
+        allowed = _beside_passes(other, rank, footprint)
+        found = _beside_passes(schedule, rank, footprint)
+        if any(most > allowed.get(kind, 0) + spare for kind, most in found.items()):
+            return False
+    return True
+
+
+def _beside_passes(schedule: Schedule, rank: int, footprint: Footprint) -> dict[Kind, int]:
+    """Return the most that is alive while a pass of each kind runs."""
+    live, found = footprint.static[rank], dict[Kind, int]()
+    for action in schedule.ranks[rank]:
+        begins, ends = _lifetimes(schedule, action)
+        live += sum(footprint.of(buffer, action.stage) for buffer in begins)
+        if action.kind in PASSES:
+            found[action.kind] = max(live, found.get(action.kind, 0))
+        live -= sum(footprint.of(buffer, action.stage) for buffer in ends)
+    return found
+
+
+def _extent(schedule: Schedule) -> tuple[Any, ...]:
+    """Return what a schedule holds at most, each kind of buffer and together."""
+    stages = [1] * schedule.num_stages
+    sizes = (Footprint(static=[0] * schedule.num_ranks, activation=stages, hidden=hidden) for hidden in (0, 1))
+    return peak_counts(schedule), *(peak_bytes(schedule, each) for each in sizes)
 
 
 def _changes(schedule: Schedule, rank: int) -> Iterator[tuple[Buffer, int, int]]:

@@ -40,10 +40,12 @@ class Estimate:
     Attributes:
         phases: What tensors hold on the device.
         far: Optimizer state in far memory, by place; empty where all of it is the device's.
+        ranks: The peak of each rank of a pipeline, of which `phases` are the largest; empty where all hold alike.
     """
 
     phases: dict[str, PhasePrice]
     far: dict[str, int] = field(default_factory=dict)
+    ranks: tuple[int, ...] = ()
 
     @property
     def peak_phase(self) -> str:
@@ -67,6 +69,7 @@ class Estimate:
             "peak_bytes": self.peak_bytes,
             "peak_phase": self.peak_phase,
             "far": self.far,
+            **({"peak_bytes_by_rank": list(self.ranks)} if self.ranks else {}),
             "phases": {
                 phase: {
                     "peak_bytes": price.peak_bytes,

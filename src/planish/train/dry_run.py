@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,9 +18,8 @@ from planish.memory.report import PhasePeak, StepMemory
 from planish.models.int8 import loads_on_host, settle
 from planish.models.load import draw_model, load_config
 from planish.runfile import RunFile
-    Over several ranks they are those of one with the first shards and the last span of its rows, which holds at least
-    as much as any other; of a pipeline those of the rank that is asked about. No rank needs to be there, and this
-    process must not be one of several yet.
+from planish.shapes import spans
+from planish.train.collect import Collected
 from planish.train.engine import build_engine
 from planish.train.evaluate import evaluate
 from planish.train.facts import AssumedFacts
@@ -81,9 +80,16 @@ class Replay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """What the run will hold: the worst moment of each phase over two steps, an evaluation and a checkpoint."""
+    """What the run will hold: the worst moment of each phase over two steps, an evaluation and a checkpoint.
+
+    Attributes:
+        phases: Those moments.
+        spare_bytes: What forward, head and backward may hold on top in later steps, where a pipeline's schedule is made
+            anew once its passes were measured.
+    """
 
     phases: dict[Phase, PhasePeak]
+    spare_bytes: int = 0
 
     @property
     def peak_phase(self) -> Phase:
@@ -154,7 +160,9 @@ def dry_run(
                 eval_batches=lambda: [feed.next()],
             )
             records = [ledger.end_step()]
+            job, waiting = _fewer(job)
             records += _steps(job)
+            del waiting
             ledger.start_step(_STEPS)
             if run.data.eval:
                 evaluate(engine, job.eval_batches())
@@ -168,17 +176,36 @@ def dry_run(
         for phase, peak in record.phases.items():
             if phase not in phases or peak.peak_bytes > phases[phase].peak_bytes:
                 phases[phase] = peak
-    return DryRun(phases=phases)
+    spare = 0 if engine.staged is None else engine.staged.spare
+    width = engine.anatomy.hidden_size * engine.anatomy.model.dtype.itemsize
+    return DryRun(phases=phases, spare_bytes=spare * run.tokens_per_microbatch * width)
+
+
+def _fewer(job: Job) -> tuple[Job, list[Any]]:
+    """Return a job of no more microbatches than hold what those of a pipeline do, and the tensors of all others.
+
+    Batches are taken to be alike.
+    """
+    engine, train = job.engine, job.run.train
+    size = train.grad_accum if engine.staged is None else engine.staged.enough(train.grad_accum)
+    others = train.grad_accum - size
+    if not others:
+        return job, []
+    waiting: list[Any] = [engine.take(job.feed.next()) for _ in range(others)]
+    waiting.append(torch.zeros(2 * others))  # their losses, alone and together
+    engine.ledger.adopt(waiting[-1], "head tiles", owner="the head")
+    tokens = None if train.global_tokens is None else train.global_tokens // train.grad_accum * size
+    return replace(job, run=replace(job.run, train=replace(train, grad_accum=size, global_tokens=tokens))), waiting
 
 
 def _steps(job: Job) -> list[StepMemory]:
-    """Return what the steps of the run hold; in a pipeline all are alike.
+    """Return what the steps of the run hold; in a pipeline all are alike, and one runs.
 
     The first one over shards also counts what sharding propagation makes for later ones; after the first one over
     copies DDP sorts its buckets anew, which needs data.
     """
     mesh = job.run.mesh
-    copied = mesh.size > 1 and not mesh.sharded and mesh.pp == 1
+    copied = mesh.size > 1 and not mesh.sharded
     taken = [train_step(job, step).memory for step in range(1, 1 + (1 if copied else _STEPS))]
     return taken[1:] if mesh.sharded else taken
 

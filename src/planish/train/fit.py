@@ -80,11 +80,13 @@ def misfit(run: RunFile, prediction: Prediction) -> DoesNotFit | None:
     found, budget_bytes = prediction.estimate, run.memory.budget
     if budget_bytes is None or found.peak_bytes <= budget_bytes:
         return None
-    longest = context_that_fits(run, prediction, budget_bytes)
-    context = "no context fits it" if longest is None else f"{_shortened(run, longest)} fits it"
+    context = ""
+    if run.mesh.pp == 1:
+        longest = context_that_fits(run, prediction, budget_bytes)
+        context = ", no context fits it" if longest is None else f", {_shortened(run, longest)} fits it"
     return DoesNotFit(
         f"{found.peak_phase} needs {format_bytes(found.peak_bytes)}, `memory.budget` is {format_bytes(budget_bytes)} "
-        f'({found.owners}); the smallest budget that would do is "{smallest_budget(found)}", {context}.'
+        f'({found.owners}); the smallest budget that would do is "{smallest_budget(found)}"{context}.'
     )
 
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planish.errors import UsageError
 from planish.methods import AdamW, Apollo, Checkpoint, Offload, Plan, updates_in_backward
@@ -21,10 +21,18 @@ from planish.runfile import RunFile
 from planish.sections import MeshSection, ModelSection
 from planish.shapes import BatchShape
 
+if TYPE_CHECKING:
+    from planish.memory.report import PhasePeak
+
 Say = Callable[[str], None]
 
 # What a config says about its own file, and not about the model.
 _INERT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+
+
+# Phases of the passes of a pipeline, and the room that a schedule made anew may need in them.
+_PIPELINED = ("forward", "head", "backward")
+_SPARE = Holder("spare", "another schedule")
 
 
 class NotPredictable(UsageError):
@@ -62,6 +70,8 @@ def predict(run: RunFile, say: Say) -> Prediction:
     table = table_of(run, say)
     if table is not None:
         return Prediction(estimate=price(run, table), table=table)
+    if run.mesh.pp > 1:
+        say(f"running a step of each of {run.mesh.pp} ranks on tensors without data ...")
     return Prediction(estimate=by_dry_run(run), table=None)
 
 
@@ -98,7 +108,7 @@ def _is_tabled(run: RunFile) -> bool:
 def _is_tabled_mesh(run: RunFile) -> bool:
     """Return whether tables say what one of the run's ranks holds: of shards and copies, and of nothing beside them."""
     mesh = run.mesh
-    return mesh.size == 1 or (mesh.ep == mesh.vp == mesh.cp == 1 and isinstance(run.plan.optim, AdamW))
+    return mesh.size == 1 or (mesh.ep == mesh.vp == mesh.cp == mesh.pp == 1 and isinstance(run.plan.optim, AdamW))
 
 
 def _copied(run: RunFile) -> bool:
@@ -176,37 +186,65 @@ def max_positions(section: ModelSection) -> int | None:
 def by_dry_run(run: RunFile) -> Estimate:
     """Return each phase's peak over dry runs: whole rows, and rows cut into documents so as to hold most.
 
+    Of a pipeline, it is the peak of the rank that holds most in that phase. A token more or less never makes 2 %, so
+    that only ranks which come so near to the most are asked about both kinds of rows.
+
     Raises:
         NotPredictable: The step reads data.
     """
+    shape = batch_shape(run)
+    cut = {"first_document": 1, "num_valid": shape.tokens - 1} if shape.context > 1 else {}
+    ranks = [_dry_run(run, rank, cut) for rank in range(run.mesh.pp)]
+    most = {phase: max(each[phase].peak_bytes for each in ranks) for phase in ranks[0]}
+    for rank, found in enumerate(ranks if cut else ()):
+        if any(price.peak_bytes >= 0.98 * most[phase] for phase, price in found.items()):
+            whole = _dry_run(run, rank, {})
+            ranks[rank] = {phase: max(found[phase], whole[phase], key=_by_peak) for phase in found}
+    if run.mesh.pp == 1:
+        return Estimate(phases=ranks[0])
+    phases = {}
+    for phase in most:
+        rank, price = max(((rank, each[phase]) for rank, each in enumerate(ranks)), key=lambda each: _by_peak(each[1]))
+        phases[phase] = replace(price, where=f"{price.where} on rank {rank}")
+    peaks = tuple(max(price.peak_bytes for price in each.values()) for each in ranks)
+    return Estimate(phases=phases, ranks=peaks)
+
+
+def _by_peak(price: PhasePrice) -> int:
+    return price.peak_bytes
+
+
+def _dry_run(run: RunFile, rank: int, layout: Mapping[str, int]) -> dict[str, PhasePrice]:
+    """Return each phase's peak on one rank, for full rows that are cut as `layout` says."""
     from planish.train.dry_run import dry_run
     from planish.train.job import span_of
     from planish.train.layer_trace import full_batch
 
-    if run.mesh.pp > 1:
-        raise NotPredictable("what the stages of a pipeline hold is not told beforehand.")
-    shape = batch_shape(run)
-    layouts = [{}, {"first_document": 1, "num_valid": shape.tokens - 1}] if shape.context > 1 else [{}]
-    phases: dict[str, PhasePrice] = {}
-    for layout in layouts:
-        place = run.mesh.cp - 1, run.mesh.cp
-        batches = [span_of(full_batch(shape, **layout), place) for _ in range(run.train.grad_accum + 1)]
-        try:
-            dry = dry_run(run, batches=batches)
-        except UsageError:
-            raise
-        except (ValueError, RuntimeError) as error:
-            reason = _first_line(error)
-            raise NotPredictable(f"the step of this run cannot run on tensors without data ({reason}).") from error
-        for phase, peak in dry.phases.items():
-            if phase not in phases or peak.peak_bytes > phases[phase].peak_bytes:
-                phases[phase] = PhasePrice(
-                    peak_bytes=peak.peak_bytes,
-                    categories=dict(peak.categories),
-                    owners=tuple((Holder(each.category, each.owner), each.total_bytes) for each in peak.owners),
-                    where=peak.owners[0].owner if peak.owners else "",
-                )
-    return Estimate(phases=phases)
+    place = run.mesh.cp - 1, run.mesh.cp
+    batches = [span_of(full_batch(batch_shape(run), **layout), place) for _ in range(run.train.grad_accum + 1)]
+    try:
+        dry = dry_run(run, batches=batches, rank=rank)
+    except UsageError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        reason = _first_line(error)
+        raise NotPredictable(f"the step of this run cannot run on tensors without data ({reason}).") from error
+    return {phase: _priced(peak, dry.spare_bytes if phase in _PIPELINED else 0) for phase, peak in dry.phases.items()}
+
+
+def _priced(peak: "PhasePeak", spare_bytes: int) -> PhasePrice:
+    """Return a peak with what may come on top of it."""
+    spare = {_SPARE: spare_bytes} if spare_bytes else {}
+    owners: dict[Holder, int] = {}
+    for each in peak.owners:
+        holder = Holder(each.category, each.owner)
+        owners[holder] = owners.get(holder, 0) + each.total_bytes
+    return PhasePrice(
+        peak_bytes=peak.peak_bytes + spare_bytes,
+        categories=dict(peak.categories) | {holder.category: size for holder, size in spare.items()},
+        owners=tuple(sorted((owners | spare).items(), key=lambda item: -item[1])),
+        where=peak.owners[0].owner if peak.owners else "",
+    )
 
 
 def _name(run: RunFile) -> str:

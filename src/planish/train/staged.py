@@ -18,8 +18,9 @@ from planish.models.split import StageView
 from planish.peaks.vocab.inputs import Options
 from planish.peaks.vocab.shard import Shard, ShardedHead
 from planish.pipeline.actions import Action, Kind
+from planish.pipeline.memory import enough_microbatches
 from planish.pipeline.run.flow import Flow
-from planish.pipeline.run.pace import Pace, Pass
+from planish.pipeline.run.pace import SPARE, Pace, Pass
 from planish.pipeline.run.runner import Parts, PipelineRun, StageLayers
 from planish.pipeline.workload import Workload
 from planish.train.stages import Cut, cut
@@ -41,9 +42,12 @@ _MEASURED_STEP = 2
 class Staged:
     """One rank's stages. All ranks call the same methods with the same batches.
 
-    Once passes were measured, schedules are made anew. Each parameter adds up its microbatches in their order whatever
-    the schedule, so that a run repeats bit for bit; but a tied weight adds what comes from both ends as the schedule
-    has it, and keeps the first one.
+    Once passes were measured, schedules are made anew, if no rank holds more with them but for `spare`. Each parameter
+    adds up its microbatches in their order whatever the schedule, so that a run repeats bit for bit; but a tied weight
+    adds what comes from both ends as the schedule has it, and keeps the first one.
+
+    Attributes:
+        spare: Hidden states that later steps may hold beyond the first ones.
 
     Args:
         part: What this rank holds, with the plan's methods in place.
@@ -59,7 +63,9 @@ class Staged:
         self._part, self._pace, self._ledger, self._world = part, pace, ledger, world
         self._passes: list[Pass] = []
         self._steps = 0
-        self._tied = part.anatomy.weight is part.decoder.embedding.weight
+        tied = part.anatomy.weight is part.decoder.embedding.weight
+        self._plans_anew = not tied and not world.assumed
+        self.spare = 0 if tied else SPARE
         anatomy, decoder = part.anatomy, part.decoder
         packed = isinstance(plan.attention, Packed)
         views = [StageView(decoder, layers, packed=packed) for layers in part.layers]
@@ -103,10 +109,16 @@ class Staged:
             if param.grad is not None:
                 self._ledger.adopt(param.grad, "gradients", owner=name)
         self._steps += 1
-        if self._steps == _MEASURED_STEP and not self._tied and not self._world.assumed:
-            self._pace.measured(self.passes())
-            self._run.forget_schedules()
+        if self._steps == _MEASURED_STEP and self._plans_anew:
+            with self._ledger.phase("forward"):
+                passes = self.passes()
+            if self._pace.measured(passes, len(batches)):
+                self._run.forget_schedules()
         return losses
+
+    def enough(self, num_microbatches: int) -> int:
+        """Return how many microbatches hold at once what so many do."""
+        return enough_microbatches(self._pace.schedule, num_microbatches)
 
     def losses(self, batches: Sequence[Batch]) -> Tensor:
         """Return each batch's summed loss, [m]; the same bits on every rank."""

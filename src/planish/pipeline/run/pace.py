@@ -7,11 +7,15 @@ from planish.methods import Pipeline
 from planish.pipeline.actions import STAGE_PASSES, Action, Head, Kind
 from planish.pipeline.choices import generate
 from planish.pipeline.costs import Costs
+from planish.pipeline.memory import Footprint, holds_no_more
 from planish.pipeline.schedule import Schedule
 from planish.pipeline.workload import Workload
 
 Pass = tuple[str, float, float]
 """An action as text, when it began and when it ended."""
+
+SPARE = 2
+"""Hidden states that a schedule made anew may hold beyond the first one, for which room is left."""
 
 
 class Pace:
@@ -41,12 +45,27 @@ class Pace:
         """Return the schedule of a step."""
         return generate(self._pipeline, num_ranks=self._num_ranks, num_microbatches=num_microbatches, costs=self.costs)
 
-    def measured(self, passes: list[list[Pass]]) -> None:
-        """Take what passes took from what the ranks saw; transfers keep their share of a forward.
+    def measured(self, passes: list[list[Pass]], num_microbatches: int) -> bool:
+        """Take what passes took from what the ranks saw, and return whether it was taken.
+
+        It is not where, by count, some rank would hold more of its layers than with the schedule before, or more of all
+        by `SPARE` hidden states.
+        Transfers keep their share of a forward.
 
         Args:
             passes: Of each rank, the same list on all ranks, so that all make the same schedules.
+            num_microbatches: Of a step.
         """
+        before, planned = self.costs, self.schedule(num_microbatches)
+        self.costs = self._as_measured(passes)
+        anew, static = self.schedule(num_microbatches), [0] * self._num_ranks
+        layers, all_ = (Footprint(static=static, activation=self.layers, hidden=hidden) for hidden in (0, 1))
+        if holds_no_more(anew, planned, layers) and holds_no_more(anew, planned, all_, spare=SPARE):
+            return True
+        self.costs = before
+        return False
+
+    def _as_measured(self, passes: list[list[Pass]]) -> Costs:
         seconds: dict[tuple[int, Kind], list[float]] = {}
         for each in passes:
             for word, start, end in each:
@@ -57,11 +76,11 @@ class Pace:
             for kind, row in self.costs.passes.items()
         }
         if not {kind for _, kind in seconds} & STAGE_PASSES:
-            return
+            return self.costs
         unit = sum(rows[Kind.F]) / sum(self.costs.passes[Kind.F])
         unmeasured = {Kind.B, Kind.I, Kind.W} - {kind for _, kind in seconds}
         rows |= {kind: tuple(unit * each for each in self.costs.passes[kind]) for kind in unmeasured}
-        self.costs = Costs(
+        return Costs(
             passes=rows,
             send=unit * self.costs.send,
             collectives={kind: unit * each for kind, each in self.costs.collectives.items()},
