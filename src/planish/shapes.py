@@ -150,10 +150,17 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """One decoder layer: its attention, and a dense feed-forward width or a mixture of experts."""
+    """One decoder layer.
+
+    Attributes:
+        attention: Its attention.
+        ffn: A dense feed-forward width, or a mixture of experts.
+        linear: Whether a recurrent mixer stands in attention's place.
+    """
 
     attention: AttentionShape
     ffn: int | ExpertsShape
+    linear: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +211,37 @@ class ModelShape:
                 )
                 idle += routed * (layer.ffn.num_experts - layer.ffn.top_k) // layer.ffn.num_experts
         return self.num_parameters - idle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshShape:
+    """How many ranks share what.
+
+    Attributes:
+        dp: Ranks over which weights, gradients and optimizer state are sharded.
+        replicate: Groups of such ranks.
+        cp: Ranks of `dp` that share rows.
+        ep: Ranks of `dp` over which experts are spread.
+        vp: Ranks of `dp` that share the vocabulary.
+        pp: Ranks over which layers are divided.
+    """
+
+    dp: int = 1
+    replicate: int = 1
+    cp: int = 1
+    ep: int = 1
+    vp: int = 1
+    pp: int = 1
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.dp * self.replicate * self.pp
+
+    @property
+    def readers(self) -> int:
+        """Ranks, or groups of `cp`, that take rows of their own."""
+        return max(1, self.dp * self.replicate // self.cp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

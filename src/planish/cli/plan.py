@@ -15,12 +15,17 @@ from rich.console import Console
 from rich.table import Table
 
 from planish.cli import pipeline
+from planish.cli.ask import ask
 from planish.cli.options import parse
+from planish.cli.told import misfit as misfit_of
+from planish.cli.told import show, to_tree
 from planish.cli.train import read_run
 from planish.decode import encode
 from planish.errors import PlanishError, UsageError, VerificationFailed
 from planish.methods import Activation, Plan, keeps_attention
+from planish.plan.answer import answer as find
 from planish.plan.choose import Choice, advise, choose
+from planish.plan.draw import to_svg
 from planish.plan.estimate import Estimate
 from planish.plan.offers import activation_methods
 from planish.price.config import read_config
@@ -47,9 +52,30 @@ class Options:
     """Show the schedule of a pipeline instead (`mesh.pp` ranks, `plan.pipeline.method` and `.head`, `train.grad_accum`
     microbatches): its time, its bubble, what each rank holds."""
     svg: Path | None = None
-    """With --pipeline: draw the schedule into this file."""
+    """Draw what is held over one step into this file; with --pipeline: the schedule."""
+    model: str | None = None
+    """A transformers folder, a config.json, or the name of a public architecture ("llama-3.1-8b"): the mesh and methods
+    are chosen for it, without torch."""
+    context: str | None = None
+    """With --model: tokens of a row, such as 4096 or 1M; default: 4096."""
+    batch_tokens: str | None = None
+    """With --model: tokens of an optimizer step over all devices; default: a row for each group that reads one."""
+    devices: str | None = None
+    """With --model: how many there are; default: 1."""
+    hardware: str | None = None
+    """With --model: h200, h100, a100, rtx4090, cpu, or a TOML file that describes another."""
+    host_memory: str | None = None
+    """With --model: bytes of each node's host memory, such as 2TiB; default: what it takes, told."""
+    disk: str | None = None
+    """With --model: bytes of each node's disk; default: none."""
     actions: Path | None = None
     """With --pipeline: write the schedule into this file, as text that `plan.pipeline.file` reads back."""
+
+
+    @property
+    def asks(self) -> bool:
+        """Whether mesh and methods are to be chosen."""
+        return any((self.model, self.context, self.batch_tokens, self.devices, self.hardware, self.host_memory, self.disk))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +114,8 @@ def main(words: list[str]) -> int:
         options, settings = _parse(words)
         if options.pipeline:
             return pipeline.show(pipeline.answer(options.run, settings), svg=options.svg, actions=options.actions)
+        if options.asks:
+            return _show_question(options, settings)
         return _show(_answer(options, settings, say=lambda sentence: sys.stderr.write(f"planish: {sentence}\n")))
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()) as stdout:
         try:
@@ -114,8 +142,12 @@ def _parse(words: list[str]) -> tuple[Options, list[tuple[str, Any]]]:
     options, settings = parse(Options, words, verb="plan")
     if options.pipeline and options.prove:
         raise UsageError("`--prove` runs the step of one process; leave it or `--pipeline` out.")
-    if not options.pipeline and (options.svg or options.actions):
-        raise UsageError("`--svg` and `--actions` are of a schedule; add `--pipeline`.")
+    if options.asks and options.pipeline:
+        raise UsageError("`--pipeline` is of a run file and its flags; leave it or `--model` and what goes with it out.")
+    if not options.pipeline and options.actions:
+        raise UsageError("`--actions` are of a schedule; add `--pipeline`.")
+    if not options.pipeline and not options.asks and options.svg:
+        raise UsageError("`--svg` draws a schedule or the answer to a question; add `--pipeline` or `--model`.")
     return options, settings
 
 
@@ -124,8 +156,33 @@ def _tree(options: Options, settings: list[tuple[str, Any]]) -> tuple[dict[str, 
     if options.pipeline:
         found = pipeline.answer(options.run, settings)
         return pipeline.to_tree(found, svg=options.svg, actions=options.actions), None
+    if options.asks:
+        asked = ask(options, settings)
+        told = find(asked.question)
+        _draw(options.svg, told)
+        return to_tree(asked, told), misfit_of(told)
     answer = _answer(options, settings, say=lambda _: None)
     return _to_tree(answer), _error(answer)
+
+
+def _show_question(options: Options, settings: list[tuple[str, Any]]) -> int:
+    asked = ask(options, settings)
+    told = find(asked.question)
+    show(asked, told)
+    _draw(options.svg, told)
+    error = misfit_of(told)
+    if error is not None:
+        raise error
+    return 0
+
+
+def _draw(path: Path | None, told: Any) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(to_svg(told.best), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
 
 
 def _answer(options: Options, settings: list[tuple[str, Any]], say: Say) -> Answer:

@@ -95,7 +95,7 @@ def estimate(table: LayerTable, batch: BatchShape, plan: Plan, *, master: bool) 
         master: Whether the optimizer keeps fp32 masters of narrower parameters.
     """
     worst: dict[str, Moment] = {}
-    head = head_bytes(table.head, batch, plan.vocab)
+    head = head_bytes(table.head, batch, plan.vocab, table.vocab_ranks)
     for moment in moments(table, batch, head, plan, master=master):
         if moment.phase not in worst or moment.total_bytes > worst[moment.phase].total_bytes:
             worst[moment.phase] = moment
@@ -105,7 +105,7 @@ def estimate(table: LayerTable, batch: BatchShape, plan: Plan, *, master: bool) 
 def _far(table: LayerTable, plan: Plan, *, master: bool) -> dict[str, int]:
     if not isinstance(plan.optim, StreamAdamW):
         return {}
-    placed = placement(table.tensors, plan.optim, master=master)
+    placed = placement(table.tensors, plan.optim, master=master, on_host=table.on_host)
     return {"optim host": placed.host_bytes, "optim disk": placed.disk_bytes}
 
 

@@ -5,6 +5,7 @@ The two functions follow `peaks.attention` line by line, and count from the mome
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from planish.price.tally import Tally
 from planish.shapes import AttentionShape, BatchShape
@@ -16,6 +17,7 @@ _WIDE = 4
 _EDGE = 3
 
 
+@lru_cache(maxsize=256)
 def forward_bytes(attention: AttentionShape, batch: BatchShape, itemsize: int) -> int:
     """Return the most bytes that the forward pass adds, output and lse included."""
     call = _Call(attention=attention, rows=batch.rows, context=batch.context, itemsize=itemsize)
@@ -28,6 +30,7 @@ def forward_bytes(attention: AttentionShape, batch: BatchShape, itemsize: int) -
     return _most(replay, batch)
 
 
+@lru_cache(maxsize=256)
 def backward_bytes(attention: AttentionShape, batch: BatchShape, itemsize: int) -> int:
     """Return the most bytes that the backward pass adds, the gradients of query, key and value included."""
     call = _Call(attention=attention, rows=batch.rows, context=batch.context, itemsize=itemsize)

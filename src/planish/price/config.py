@@ -5,9 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planish.errors import UsageError
+from planish.price import hybrid
+from planish.price.families import FAMILIES, LLAMA
+from planish.price.hybrid import Named, gated, linear
 from planish.shapes import AttentionShape, ExpertsShape, LatentShape, LayerShape, ModelShape, TensorShape
 
-Named = Iterator[tuple[str, tuple[int, ...]]]
+_GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 def read_config(config: Mapping[str, Any]) -> ModelShape:
@@ -35,65 +38,6 @@ def read_config(config: Mapping[str, Any]) -> ModelShape:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
-    """What a model type's class fixes and its config.json does not say.
-
-    Attributes:
-        norms: Norms of a layer, each as wide as the hidden state.
-        qk_norm: Norms on query and key: one "head" wide, as wide as the whole "projection", or for each of the "heads".
-        qkv_bias: Whether query, key and value projections have a bias; None: as `attention_bias` says.
-        o_bias: The same of the output projection.
-        tied: Whether the head is the embedding where the config does not say.
-        head_dim: Width of a head where the config does not say; None: hidden size / heads.
-        full_every: Every how many-th layer sees the whole document, the others a window; None: see `_Reader.window`.
-        moe: Name of the feed-forward module of a mixture.
-        router: Name of the router in it.
-        is_gpt_oss: Experts with biases and transposed weights, sinks.
-    """
-
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    qk_norm: str = ""
-    qkv_bias: bool | None = None
-    o_bias: bool | None = None
-    tied: bool = False
-    head_dim: int | None = None
-    full_every: int | None = None
-    moe: str = "mlp"
-    router: str = "gate"
-    is_gpt_oss: bool = False
-
-
-_LLAMA = _Family()
-_AROUND = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-_GEMMA3 = _Family(norms=_AROUND, qk_norm="head", tied=True, head_dim=256, full_every=6)
-_FAMILIES = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "mixtral": _LLAMA,
-    "granite": _LLAMA,
-    "granitemoe": _Family(moe="block_sparse_moe", router="router"),
-    "qwen2": _Family(qkv_bias=True, o_bias=False),
-    "qwen3": _Family(qk_norm="head", head_dim=128),
-    "qwen3_moe": _Family(qk_norm="head"),
-    "olmo2": _Family(norms=("post_attention_layernorm", "post_feedforward_layernorm"), qk_norm="projection"),
-    "olmoe": _Family(qk_norm="projection"),
-    "deepseek_v2": _LLAMA,
-    "deepseek_v3": _LLAMA,
-    "kimi_k2": _LLAMA,
-    "gpt_oss": _Family(qkv_bias=True, o_bias=True, head_dim=64, full_every=2, router="router", is_gpt_oss=True),
-    "gemma": _Family(tied=True, head_dim=256),
-    "gemma2": _Family(norms=_AROUND, tied=True, head_dim=256, full_every=2),
-    "gemma3_text": _GEMMA3,
-    "gemma3": _GEMMA3,
-    "cohere": _Family(norms=("input_layernorm",), qk_norm="heads", tied=True),
-}
-
 _ACTIVATIONS = ("hidden_act", "mlp_hidden_act", "activation_function", "hidden_activation")
 
 
@@ -105,8 +49,8 @@ class _Reader:
         self._config = text if isinstance(text, Mapping) and "hidden_size" not in config else config
         self.model_type = str(self._config.get("model_type", config.get("model_type", "unknown")))
         self.assumed: list[str] = []
-        self.family = _FAMILIES.get(self.model_type, _LLAMA)
-        if self.model_type not in _FAMILIES:
+        self.family = FAMILIES.get(self.model_type, LLAMA)
+        if self.model_type not in FAMILIES:
             self.assumed.append(f"model type {self.model_type!r} is not known; its layers are taken to be Llama's.")
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -152,7 +96,16 @@ class _Reader:
             softcapped=self.get("attn_logit_softcapping") is not None,
             sinks=self.family.is_gpt_oss,
         )
-        return LayerShape(attention=attention, ffn=self.ffn(index))
+        return LayerShape(attention=attention, ffn=self.ffn(index), linear=self.is_linear(index))
+
+    def is_linear(self, index: int) -> bool:
+        """Return whether a recurrent mixer stands where other layers have attention."""
+        if self.model_type == "nemotron_h":
+            return hybrid.pattern(self._config)[index] == "M"
+        kinds, every = self.get("layer_types"), self.get("full_attention_interval", self.family.full_every or 1)
+        return bool(self.family.linear) and (
+            "linear" in kinds[index] if kinds is not None else (index + 1) % every != 0
+        )
 
     def window(self, index: int) -> int | None:
         """Return a layer's window, as `layer_types`, the family's pattern, Qwen's switch or Mistral's rule says."""
@@ -169,6 +122,8 @@ class _Reader:
         return window if slides else None
 
     def ffn(self, index: int) -> int | ExpertsShape:
+        if self.model_type == "nemotron_h":
+            return hybrid.ffn(self._config, index)
         experts = self.first("num_experts", "num_local_experts", "n_routed_experts")
         dense = (
             index < (self.get("first_k_dense_replace") or 0)
@@ -192,16 +147,28 @@ class _Reader:
         vocab_size, hidden_size = self.size("vocab_size"), self.size("hidden_size")
         yield TensorShape(name="model.embed_tokens.weight", shape=(vocab_size, hidden_size))
         for layer in layers:
-            named = [
-                *self._attention(layer.attention, latent),
-                *self._ffn(layer.ffn),
-                *((f"{norm}.weight", (hidden_size,)) for norm in self.family.norms),
-            ]
+            named = hybrid.layer(self._config, layer) if self.model_type == "nemotron_h" else self._layer(layer, latent)
             for name, shape in named:
                 yield TensorShape(name=f"model.layers.*.{name}", shape=shape)
-        yield TensorShape(name="model.norm.weight", shape=(hidden_size,))
+        yield from (TensorShape(name=f"model.{name}", shape=shape) for name, shape in self._norm("norm"))
         if not tied:
             yield TensorShape(name="lm_head.weight", shape=(vocab_size, hidden_size))
+            if self.get("lm_head_bias"):
+                yield TensorShape(name="lm_head.bias", shape=(vocab_size,))
+
+    def _layer(self, layer: LayerShape, latent: LatentShape | None) -> Named:
+        if layer.linear:
+            yield from hybrid.linear_attention(self._config, fused=self.model_type == "qwen3_next")
+        else:
+            yield from self._attention(layer.attention, latent)
+        yield from self._ffn(layer.ffn)
+        for norm in self.family.norms:
+            yield from self._norm(norm)
+
+    def _norm(self, name: str) -> Named:
+        for part, there in (("weight", self.family.norm_weight), ("bias", self.family.norm_bias)):
+            if there:
+                yield f"{name}.{part}", (self.size("hidden_size"),)
 
     def _attention(self, attention: AttentionShape, latent: LatentShape | None) -> Named:
         hidden_size, heads, kv_heads = self.size("hidden_size"), attention.num_heads, attention.num_kv_heads
@@ -211,26 +178,29 @@ class _Reader:
             yield from self._latent_attention(attention, latent, bias=config_bias)
         else:
             width = attention.qk_width
+            gated = 2 if self.family.linear else 1  # the query's projection makes its gate too
             bias = config_bias if self.family.qkv_bias is None else self.family.qkv_bias
-            for name, rows in (("q_proj", heads * width), ("k_proj", kv_heads * width), ("v_proj", kv_heads * width)):
-                yield from _linear(f"self_attn.{name}", rows, hidden_size, bias=bias)
+            for name, rows in (("q_proj", heads * width * gated), ("k_proj", kv_heads * width), ("v_proj", kv_heads * width)):
+                yield from linear(f"self_attn.{name}", rows, hidden_size, bias=bias)
             norms = {"head": ((width,), (width,)), "projection": ((heads * width,), (kv_heads * width,))}
-            norms["heads"] = ((heads, width), (kv_heads, width)) if self.get("use_qk_norm", False) else ()
+            asked = bool(self.get("use_qk_norm", False))
+            norms["heads"] = ((heads, width), (kv_heads, width)) if asked else ()
+            norms["asked"] = norms["head"] if asked else ()
             for name, shape in zip(("q_norm", "k_norm"), norms.get(self.family.qk_norm, ()), strict=False):
                 yield f"self_attn.{name}.weight", shape
         if attention.sinks:
             yield "self_attn.sinks", (heads,)
-        yield from _linear("self_attn.o_proj", hidden_size, heads * attention.v_width, bias=o_bias)
+        yield from linear("self_attn.o_proj", hidden_size, heads * attention.v_width, bias=o_bias)
 
     def _latent_attention(self, attention: AttentionShape, latent: LatentShape, *, bias: bool) -> Named:
         hidden_size, heads, width = self.size("hidden_size"), attention.num_heads, attention.qk_width
         if latent.q_rank is None:
             yield "self_attn.q_proj.weight", (heads * width, hidden_size)
         else:
-            yield from _linear("self_attn.q_a_proj", latent.q_rank, hidden_size, bias=bias)
+            yield from linear("self_attn.q_a_proj", latent.q_rank, hidden_size, bias=bias)
             yield "self_attn.q_a_layernorm.weight", (latent.q_rank,)
             yield "self_attn.q_b_proj.weight", (heads * width, latent.q_rank)
-        yield from _linear("self_attn.kv_a_proj_with_mqa", latent.kv_rank + latent.rope_width, hidden_size, bias=bias)
+        yield from linear("self_attn.kv_a_proj_with_mqa", latent.kv_rank + latent.rope_width, hidden_size, bias=bias)
         yield "self_attn.kv_a_layernorm.weight", (latent.kv_rank,)
         rows = heads * (width - latent.rope_width + attention.v_width)
         yield "self_attn.kv_b_proj.weight", (rows, latent.kv_rank)
@@ -238,10 +208,10 @@ class _Reader:
     def _ffn(self, ffn: int | ExpertsShape) -> Named:
         hidden_size = self.size("hidden_size")
         if isinstance(ffn, int):
-            yield from _gated("mlp", ffn, hidden_size, bias=bool(self.get("mlp_bias", False)))
+            yield from gated("mlp", self.family.mlp, ffn, hidden_size, bias=bool(self.get("mlp_bias", False)))
             return
         moe, experts, width = self.family.moe, ffn.num_experts, ffn.width
-        yield from _linear(f"{moe}.{self.family.router}", experts, hidden_size, bias=self.family.is_gpt_oss)
+        yield from linear(f"{moe}.{self.family.router}", experts, hidden_size, bias=self.family.is_gpt_oss)
         if self.family.is_gpt_oss:
             yield f"{moe}.experts.gate_up_proj", (experts, hidden_size, 2 * width)
             yield f"{moe}.experts.gate_up_proj_bias", (experts, 2 * width)
@@ -251,19 +221,9 @@ class _Reader:
             yield f"{moe}.experts.gate_up_proj", (experts, 2 * width, hidden_size)
             yield f"{moe}.experts.down_proj", (experts, hidden_size, width)
         if ffn.shared_width:
-            yield from _gated(f"{moe}.shared_experts", ffn.shared_width, hidden_size, bias=False)
-
-
-def _linear(name: str, rows: int, columns: int, *, bias: bool) -> Named:
-    yield f"{name}.weight", (rows, columns)
-    if bias:
-        yield f"{name}.bias", (rows,)
-
-
-def _gated(name: str, width: int, hidden_size: int, *, bias: bool) -> Named:
-    for part in ("gate_proj", "up_proj"):
-        yield from _linear(f"{name}.{part}", width, hidden_size, bias=bias)
-    yield from _linear(f"{name}.down_proj", hidden_size, width, bias=bias)
+            yield from gated(f"{moe}.{self.family.shared}", _GATED, ffn.shared_width, hidden_size, bias=False)
+            if self.family.linear:
+                yield f"{moe}.{self.family.shared}_gate.weight", (1, hidden_size)
 
 
 def _merge(tensors: Iterator[TensorShape]) -> Iterator[TensorShape]:

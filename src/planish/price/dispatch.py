@@ -5,6 +5,7 @@ of them depends on what the router chose.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, prod
 from typing import Literal
 
@@ -88,6 +89,7 @@ class ExpertsBytes:
     backward: int
 
 
+@lru_cache(maxsize=256)
 def tile_rows(experts: Experts, tile_bytes: int) -> int:
     """Return how many routes of one expert are at work at once."""
     row = {name: shape for name, (shape, _) in _tile(experts, 1, backward=True).items()}
@@ -104,6 +106,7 @@ def backward_buffers(experts: Experts, tokens: int, tile_rows: int, block_rows: 
     return _buffers(experts, tokens, tile_rows, block_rows, backward=True)
 
 
+@lru_cache(maxsize=256)
 def experts_bytes(experts: Experts, tokens: int, tile_rows: int, block_rows: int) -> ExpertsBytes:
     """Return what the experts weigh for `tokens` tokens, all arguments needing gradients."""
     hidden = tokens * experts.hidden_size * experts.itemsize

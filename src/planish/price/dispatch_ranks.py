@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, isqrt, prod
 
 from planish.price.dispatch import Buffers, Experts, Kind, backward_buffers, forward_buffers
@@ -145,6 +146,7 @@ class RankBytes:
     backward: int
 
 
+@lru_cache(maxsize=256)
 def rank_bytes(experts: Experts, launch: Launch, tokens: int, tile_rows: int) -> RankBytes:
     """Return what `tokens` tokens of a rank and its `experts` weigh, all arguments needing gradients."""
     size = experts.nbytes

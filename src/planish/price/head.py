@@ -1,12 +1,14 @@
 """What the head weighs in each phase, by method: full logits, or the tiles that `price.vocab` sizes."""
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import assert_never
 
 from planish.methods import Blocked, Plain, Ring, Vocab
 from planish.price.processor import product_dtype
 from planish.price.tally import Tally
 from planish.price.vocab import Head, choose_tiling, cross_entropy_phases
+from planish.price.vocab_ring import Party, ring_phases
 from planish.shapes import BatchShape, HeadShape
 
 _WIDE = 4
@@ -30,8 +32,12 @@ class HeadBytes:
     evaluation: int
 
 
-def head_bytes(head: HeadShape, batch: BatchShape, method: Vocab) -> HeadBytes:
-    """Return what the head weighs for one microbatch by `method`; without `num_valid`, whatever their number."""
+@lru_cache(maxsize=256)
+def head_bytes(head: HeadShape, batch: BatchShape, method: Vocab, num_ranks: int = 1) -> HeadBytes:
+    """Return what the head weighs for one microbatch by `method`; without `num_valid`, whatever their number.
+
+    Over `num_ranks` ranks that share the vocabulary every token counts.
+    """
     match method:
         case Plain():
             return _plain(head, batch.tokens)
@@ -40,7 +46,9 @@ def head_bytes(head: HeadShape, batch: BatchShape, method: Vocab) -> HeadBytes:
             found = [_blocked(head, batch.tokens, count, method) for count in counts]
             most = {each.name: max(getattr(one, each.name) for one in found) for each in fields(HeadBytes)}
             return HeadBytes(**most)
-        case Ring(tile_bytes=tile_bytes):  # one rank alone; over several a dry run answers, with `price.vocab_ring`
+        case Ring() if num_ranks > 1:
+            return _ring(head, batch.tokens, method, num_ranks)
+        case Ring(tile_bytes=tile_bytes):
             return head_bytes(head, batch, Blocked(tile_bytes=tile_bytes))
         case _:
             assert_never(method)
@@ -73,6 +81,34 @@ def _blocked(head: HeadShape, tokens: int, num_valid: int, method: Blocked) -> H
         kept=trained.kept - _WIDE + hidden,
         backward=trained.backward - trained.kept,
         evaluation=evaluated.forward,
+    )
+
+
+def _ring(head: HeadShape, tokens: int, method: Ring, num_ranks: int) -> HeadBytes:
+    """Return what rank 0 weighs, whose rows are no fewer than any other's."""
+    dtype, rows = _DTYPES[head.itemsize], -(-head.vocab_size // num_ranks)
+    party = Party(
+        head=Head(
+            tokens=tokens,
+            hidden_size=head.hidden_size,
+            vocab_size=rows,
+            hidden_dtype=dtype,
+            weight_dtype=dtype,
+            compute_dtype=product_dtype(dtype),
+            bias_dtype=dtype if head.biased else None,
+            capped=head.softcapped,
+            grads=frozenset({"hidden", "weight", "bias"} if head.biased else {"hidden", "weight"}),
+        ),
+        rank=0,
+        rows=(rows,) * num_ranks,
+        valid=(tokens,) * num_ranks,
+    )
+    found = ring_phases(party, method.mode, tile_bytes=method.tile_bytes)
+    return HeadBytes(
+        forward=found.forward,
+        kept=found.kept - _WIDE + tokens * head.hidden_size * head.itemsize,
+        backward=found.backward - found.kept,
+        evaluation=found.forward,
     )
 
 

@@ -1,11 +1,12 @@
 """What lives from the first step to the last, and what updating it takes: parameters, gradients, optimizer state."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import assert_never
 
 from planish.methods import AdamW, Apollo, Optim, StreamAdamW
 from planish.price.apollo import MatrixShape, making_bytes, projected_names, workspace_bytes
-from planish.price.stream import Placement, kinds_of, place
+from planish.price.stream import Kept, Placement, kinds_of, place
 from planish.price.tally import Tally
 from planish.shapes import TensorShape
 
@@ -32,8 +33,8 @@ def adamw_bytes(tensors: Sequence[TensorShape], *, master: bool) -> int:
     return total
 
 
-def optimizer_bytes(tensors: Sequence[TensorShape], optim: Optim, *, master: bool) -> int:
-    """Return the bytes of all state that lives from step to step, by method."""
+def optimizer_bytes(tensors: Sequence[TensorShape], optim: Optim, *, master: bool, on_host: bool = False) -> int:
+    """Return the bytes of all state that lives on the device from step to step, by method."""
     match optim:
         case AdamW():
             return adamw_bytes(tensors, master=master)
@@ -45,25 +46,33 @@ def optimizer_bytes(tensors: Sequence[TensorShape], optim: Optim, *, master: boo
                 total += each.count * matrix.state_bytes(optim.proj_rank, refresh=optim.refresh, master=widened)
             return total
         case StreamAdamW():
-            return placement(tensors, optim, master=master).host_bytes + _WIDE * sum(each.count for each in tensors)
+            held = 0 if on_host else placement(tensors, optim, master=master).host_bytes
+            return held + _WIDE * sum(each.count for each in tensors)
         case _:
             assert_never(optim)
 
 
-def placement(tensors: Sequence[TensorShape], optim: StreamAdamW, *, master: bool) -> Placement:
-    """Return where streamed state lies on a CPU.
+def placement(
+    tensors: Sequence[TensorShape], optim: StreamAdamW, *, master: bool, on_host: bool = False
+) -> Placement:
+    """Return where streamed state lies: on a CPU, or `on_host` beside another device, which stages all of it.
 
     Raises:
         UsageError: `host` and `disk` do not hold it.
     """
-    parameters = [(each.numel, each.itemsize) for each in tensors for _ in range(each.count)]
     return place(
-        kinds_of(parameters, master=master),
+        _kinds(tuple(tensors), master=master),
         chunk_bytes=optim.chunk_bytes,
         slots=optim.slots,
         host=optim.host,
         disk=optim.disk,
+        in_place=not on_host,
     )
+
+
+@lru_cache(maxsize=64)
+def _kinds(tensors: tuple[TensorShape, ...], *, master: bool) -> tuple[tuple[Kept, int], ...]:
+    return kinds_of([(each.numel, each.itemsize) for each in tensors for _ in range(each.count)], master=master)
 
 
 def split(tensors: Sequence[TensorShape], optim: Apollo) -> tuple[list[TensorShape], list[TensorShape]]:

@@ -19,7 +19,9 @@ from planish.price import attention, state
 from planish.price.activation import feed_forward_bytes, whole_arena_bytes
 from planish.price.boundary import Boundaries, Depth, kept_bytes
 from planish.price.dispatch import experts_bytes, tile_rows
+from planish.price.dispatch_ranks import rank_bytes
 from planish.price.head import HeadBytes
+from planish.price.sharding import Gathered
 from planish.price.table import Holder, LayerTable, Leg, Lines, Part, Pass
 from planish.shapes import BatchShape
 
@@ -29,6 +31,8 @@ _ATTENTION = Holder("layer working set", "attention")
 _EXPERTS = Holder("layer working set", "experts")
 _FEED_FORWARD = Holder("layer working set", "feed-forward")
 _HEAD = Holder("head tiles", "the head")
+_EDGE = 3
+_GATHERED = Holder("gathered weights", "layers and head")
 _BUCKETS = Holder("gradients", "buckets")
 
 # What a disk keeps in memory: two slots to copy through, and room to align them.
@@ -69,7 +73,9 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
     """
     tensors = table.tensors
     base: Sizes = {
-        Holder("optimizer state", type(plan.optim).__name__): state.optimizer_bytes(tensors, plan.optim, master=master),
+        Holder("optimizer state", type(plan.optim).__name__): state.optimizer_bytes(
+            tensors, plan.optim, master=master, on_host=table.on_host
+        ),
         Holder("other", "buffers"): table.buffers_bytes,
     }
     for each in tensors:
@@ -78,7 +84,7 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
     if depth.boundaries is not None:
         base[Holder("staging", "far memory")] = _RING_BYTES
     if isinstance(plan.optim, StreamAdamW):
-        placed = state.placement(tensors, plan.optim, master=master)
+        placed = state.placement(tensors, plan.optim, master=master, on_host=table.on_host)
         ring = _RING_BYTES if placed.disk_bytes else 0
         base[Holder("staging", "streamed state")] = placed.staging_bytes + ring
     if isinstance(plan.activation, Bitmap):
@@ -123,6 +129,11 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
     yield walk.moment("resume", None, "reading tensors", {Holder("staging", "checkpoint"): read})
 
 
+def _gather(moment: Moment, gathered: Gathered) -> Moment:
+    nbytes = gathered.at(moment.phase, in_layer=moment.layer is not None)
+    return replace(moment, sizes=_sum(moment.sizes, {_GATHERED: nbytes}))
+
+
 def _dealing(table: LayerTable, base: Sizes) -> Moment:
     """Return the first rank's moment of dealing out the weights, which it alone has loaded."""
     shards = {holder: size for holder, size in base.items() if holder.category == "parameters"}
@@ -158,7 +169,7 @@ class _Depth:
         )
         boundaries = None
         if isinstance(method, Offload):
-            slots = (method.disk or 0) // depth.slot_bytes
+            slots = ((method.disk or 0) + (method.host or 0)) // depth.slot_bytes
             boundaries = Boundaries(num_boundaries=len(table.layers), num_slots=slots, every=method.every)
         kept = [0 if each is None else sum(kept_bytes(each, batch.tokens, itemsize)) for each in shapes]
         if boundaries is not None:
@@ -202,10 +213,25 @@ class _Walk:
     def through(self, which: Pass) -> Iterator[Moment]:
         """Yield the moments of one pass."""
         trained = bool(which.leave)
+        alike = _alike(self.table.layers, self.depth)
         for part, layer, leg in which.walk(self.table.layers):
+            if layer in alike:
+                if layer - 1 not in alike:
+                    self._pass_by(leg, layer, part if trained else None, times=_row_length(alike, layer))
+                continue
             away = self.depth.away(part, layer, leg.phase) if trained else 0
             for moment in self._leg(leg, layer, part if trained else None):
-                yield replace(moment, sizes=_sum(moment.sizes, {self.boundary: -away})) if away else moment
+                moment = replace(moment, sizes=_sum(moment.sizes, {self.boundary: -away})) if away else moment
+                yield moment if self.table.gathered is None else _gather(moment, self.table.gathered)
+
+    def _pass_by(self, leg: Leg, layer: int, part: Part | None, times: int) -> None:
+        """Leave behind what a leg does, for a row of layers whose moments lie between those of others."""
+        before = self.live
+        self.add(self._at(leg.change))
+        for _ in self._then(leg, layer, part):
+            pass
+        change = {holder: size - before.get(holder, 0) for holder, size in self.live.items()}
+        self.live = _sum(before, {holder: size * times for holder, size in change.items()})
 
     def skip(self, which: Pass, times: int) -> None:
         """Leave behind what a pass does, several times."""
@@ -255,6 +281,10 @@ class _Walk:
         experts, method = self.table.experts[self.table.layers[layer]], self.dispatch
         assert isinstance(method, Pipelined)
         assert experts is not None
+        if self.table.launch is not None:
+            spread = rank_bytes(experts, self.table.launch, self.batch.tokens, tile_rows(experts, method.tile_bytes))
+            nbytes = spread.forward if leg.then == "experts" else spread.kept + spread.backward
+            return self.moment(leg.phase, layer, leg.then, {_EXPERTS: nbytes})
         tokens = self.batch.tokens
         rows = tile_rows(experts, method.tile_bytes)
         added = experts_bytes(experts, tokens, tile_rows=rows, block_rows=method.block_rows or tokens)
@@ -274,6 +304,29 @@ class _Walk:
 
     def _at(self, lines: Lines) -> Sizes:
         return {holder: line.at(self.batch) for holder, line in lines.items()}
+
+
+def _row_length(alike: frozenset[int], first: int) -> int:
+    length = 1
+    while first + length in alike:
+        length += 1
+    return length
+
+
+def _alike(layers: tuple[int, ...], depth: _Depth) -> frozenset[int]:
+    """Return the layers between others of their kind: what is alive grows evenly there, so no peak lies inside.
+
+    Three layers at either end of a row are walked all the same, for far memory lags two behind.
+    """
+    if depth.boundaries is not None and depth.boundaries.every > 1:
+        return frozenset()
+    found = set()
+    for index in range(_EDGE, len(layers) - _EDGE):
+        if len(set(layers[index - _EDGE : index + _EDGE + 1])) == 1:
+            found.add(index)
+    if depth.boundaries is not None:  # where it is full, the rest stay
+        found -= {index for index in found if len({depth.boundaries.goes(i) for i in range(index - 3, index + 4)}) > 1}
+    return frozenset(found)
 
 
 def _sum(left: Sizes, right: Sizes) -> Sizes:

@@ -35,7 +35,7 @@ class TableFile:
     def read(self, name: str) -> LayerTable | None:
         """Return the table called `name`; None where there is none that the installed libraries would make again."""
         tree = self._tree()
-        if tree.get("made_with") != _libraries() or name not in tree["tables"]:
+        if tree.get("made_with") != libraries() or name not in tree["tables"]:
             return None
         return LayerTable.from_dict(tree["tables"][name])
 
@@ -46,11 +46,11 @@ class TableFile:
             OSError: The folder cannot be written.
         """
         tree = self._tree()
-        kept = tree["tables"] if tree.get("made_with") == _libraries() else {}
+        kept = tree["tables"] if tree.get("made_with") == libraries() else {}
         kept |= {name: table.to_dict() for name, table in tables.items()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        new.write_text(json.dumps(tree | facts | {"made_with": _libraries(), "tables": kept}) + "\n", encoding="utf-8")
+        new.write_text(json.dumps(tree | facts | {"made_with": libraries(), "tables": kept}) + "\n", encoding="utf-8")
         new.replace(self.path)
 
     def _tree(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def table_name(plan: Plan, *, dtype: str, rows: int, num_shards: int = 1, copied
     return " ".join(words)
 
 
-def _libraries() -> dict[str, Any]:
+def libraries() -> dict[str, Any]:
     """Return what decides which tensors a layer makes."""
     names = ("planish", "torch", "transformers")
     return {"format": _FORMAT} | {name: ".".join(version(name).split(".")[:2]) for name in names}

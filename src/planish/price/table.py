@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple, Self
 
 from planish.decode import decode, encode
 from planish.price.dispatch import Experts
+from planish.price.dispatch_ranks import Launch
+from planish.price.sharding import Gathered
 from planish.shapes import AttentionShape, BatchShape, FeedForwardShape, HeadShape, TensorShape
 
 Marker = Literal[
@@ -130,6 +132,10 @@ class LayerTable:
         num_shards: Ranks that share each parameter.
         feed_forwards: What network each kind has whose method has prices; None where its bytes are in the legs.
         buckets: Whether gradients are, or go into, views of buckets that live from the start to the end.
+        gathered: What this rank gathers where the legs do not say it.
+        launch: What is fixed at launch where experts are spread over ranks.
+        vocab_ranks: Ranks that share the vocabulary.
+        on_host: Whether what is streamed lies on a host whose memory is not the device's.
     """
 
     tensors: tuple[TensorShape, ...]
@@ -145,6 +151,10 @@ class LayerTable:
     num_shards: int = 1
     feed_forwards: tuple[FeedForwardShape | None, ...] = ()
     buckets: bool = False
+    gathered: Gathered | None = None
+    launch: Launch | None = None
+    vocab_ranks: int = 1
+    on_host: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as plain data that `from_dict` reads back; legs that are alike are written once."""

@@ -32,10 +32,24 @@ class NotLinear(ValueError):
     """The model's tensors are no lines in the batch's size, or other operations run at other sizes."""
 
 
+Spell = Callable[[Line], Line]
+"""The line of one tensor in, the same as symbols out: each symbol's factor in digits of its own, 2^40 apart."""
+
+SPELLED_BASE = 2**40
+
+
 def fit_table(
-    config: PretrainedConfig, section: ModelSection, plan: Plan, *, rows: int, mesh: MeshSection | None = None
+    config: PretrainedConfig,
+    section: ModelSection,
+    plan: Plan,
+    *,
+    rows: int,
+    mesh: MeshSection | None = None,
+    spell: Spell | None = None,
 ) -> LayerTable:
     """Return the table of the model that `config` describes, in the run's dtype, under `plan`; of a rank's part of it.
+
+    With `spell` the table is one of symbols, for a template, and only the tokens are taken to matter.
 
     With plain attention it holds for batches of `rows` rows alone: several rows take other operations than one.
 
@@ -50,6 +64,8 @@ def fit_table(
     fit, check = _FIT, _CHECK
     if isinstance(plan.attention, Plain):
         fit, check = tuple((rows, context) for each, context in _FIT if each == 1), (rows, _CHECK[1])
+    if spell is not None:
+        fit, check = _FIT[:2], _FIT[2]
     batches = [BatchShape(rows=each, context=context) for each, context in (*fit, check)]
     with torch.device("meta"):
         whole = draw_model(config, section)
@@ -64,6 +80,8 @@ def fit_table(
         plan = replace(plan, activation=replace(plan.activation, arena_bytes=0))  # which is no line in the batch's size
     traces = [trace(short, section, plan, batch, mesh) for batch in batches]
     lines = _fit_lines(traces, batches, len(fit))
+    if spell is not None:
+        lines = [spell(line) for line in lines]
     first, later, evaluation = (
         _cut(traces[0], lines, phase, number, num_traced)
         for phase, number in (("forward", 0), ("forward", traces[0].microbatches - 1), ("eval", 0))
@@ -256,4 +274,15 @@ def _largest(moments: Sequence[Lines]) -> tuple[Lines, ...]:
 
 
 def _at_most(line: Line, other: Line) -> bool:
-    return all(a <= b for a, b in zip(line, other, strict=True))
+    pairs = zip(line, other, strict=True)
+    return all(each <= 0 if abs(each) < SPELLED_BASE // 2 else max(spelled(each)) <= 0 for each in (a - b for a, b in pairs))
+
+
+def spelled(number: int) -> list[int]:
+    """Return the factors that `spell` has put into a number, first symbol first."""
+    digits = []
+    while number:
+        digit = (number + SPELLED_BASE // 2) % SPELLED_BASE - SPELLED_BASE // 2
+        digits.append(digit)
+        number = (number - digit) // SPELLED_BASE
+    return digits

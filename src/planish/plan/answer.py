@@ -1,0 +1,172 @@
+"""What there is to say about a question: what fits, why not otherwise, and what would do where nothing does."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planish.decode import encode, method_name
+from planish.methods import Offload, Plan, StreamAdamW, keeps_attention
+from planish.plan.question import Candidate, Question
+from planish.plan.search import Frame, Option, frames, search
+from planish.units import format_bytes
+
+_MOST_DEVICES, _LONGEST = 2**16, 2**27
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The answer.
+
+    Attributes:
+        best: The chosen candidate, or that which holds least where none fits.
+        fits: Whether it fits.
+        rejected: Why each simpler way was not taken, and what bounding more would cost.
+        smallest: The least memory of a device that would do.
+        longest: The longest context that would fit on these devices; None: none does.
+        fewest: The fewest devices that would do, doubling; None: not even 65,536.
+    """
+
+    best: Candidate
+    fits: bool
+    rejected: tuple[str, ...]
+    smallest: int
+    longest: int | None
+    fewest: int | None
+
+
+def answer(question: Question) -> Answer:
+    """Return the answer."""
+    found = search(question)
+    best = found.best
+    return Answer(
+        best=best,
+        fits=found.fits,
+        rejected=tuple(_rejected(best)) if found.fits else (),
+        smallest=found.least.estimate.peak_bytes,
+        longest=longest_context(question, best if found.fits else found.least),
+        fewest=None if found.fits else fewest_devices(question),
+    )
+
+
+def _rejected(best: Candidate) -> list[str]:
+    """Return a sentence for each other option of each peak."""
+    frame = Frame(best.question, best.mesh.replicate, best.mesh.cp, best.rows, best.microbatches)
+    chosen = [_chosen(best, slot, options) for slot, options in enumerate(frame.slots)]
+    said = []
+    for index, options in enumerate(frame.slots):
+        for option in options:
+            if option is chosen[index]:
+                continue
+            other = frame.candidate((*chosen[:index], option, *chosen[index + 1 :]))
+            said.append(f"{_word(index, option)}: {_reason(other, best)}")
+    for mesh in frames(best.question):
+        if (mesh.cp, mesh.replicate) != (frame.cp, frame.replicate) and mesh.rows == frame.rows:
+            options = tuple(_same(slot, option) for slot, option in zip(mesh.slots, chosen, strict=True))
+            other = mesh.candidate(options)
+            said.append(f"mesh.cp = {mesh.cp}, mesh.replicate = {mesh.replicate}: {_reason(other, best)}")
+    return said
+
+
+def _same(options: tuple[Option, ...], wanted: Option) -> Option:
+    return next((each for each in options if each == wanted), options[-1])
+
+
+def _chosen(best: Candidate, slot: int, options: tuple[Option, ...]) -> Option:
+    method = (best.plan.vocab, best.plan.dispatch, best.plan.boundary, best.plan.optim)[slot]
+    degrees = {0: ("vp", best.mesh.vp), 1: ("ep", best.mesh.ep)}
+    for each in options:
+        name, degree = degrees.get(slot, ("vp", each.vp))
+        if each.method == method and getattr(each, name) == degree:
+            return each
+    return options[0]
+
+
+def _word(index: int, option: Option) -> str:
+    peak = ("vocab", "dispatch", "boundary", "optim")[index]
+    kept = ", attention kept" if keeps_attention(option.method) else ""
+    place = ""
+    if isinstance(option.method, Offload | StreamAdamW):
+        place = " on the host" if option.method.host else " on the disk"
+    degree = f", mesh.vp = {option.vp}" if option.vp > 1 else f", mesh.ep = {option.ep}" if peak == "dispatch" else ""
+    return f"{peak} = {method_name(type(option.method))}{place}{kept}{degree}"
+
+
+def _reason(other: Candidate, best: Candidate) -> str:
+    question = best.question
+    over, peak = other.over(), other.estimate.peak_bytes
+    if over == "memory":
+        more = format_bytes(peak - question.hardware.memory)
+        return f"needs {format_bytes(peak)} in {other.estimate.peak_phase}, {more} too much"
+    if over is not None:
+        place = "host" if over == "host memory" else "disk"
+        return f"needs {format_bytes(other.node_bytes(place))} of {over} a node"
+    slower = other.time.total_s / other.tokens_per_step / (best.time.total_s / best.tokens_per_step) - 1
+    held = f"fits with {format_bytes(peak)}"
+    if slower > 5e-4:
+        return f"{held}, {slower:.1%} slower"
+    return f"{held}, no faster" if slower > -5e-4 else f"{held}, {-slower:.1%} faster by this estimate but less simple"
+
+
+def longest_context(question: Question, like: Candidate) -> int | None:
+    """Return the longest context that fits with the methods of `like` or the most bounded ones, a row at a time."""
+
+    def fits(context: int) -> bool:
+        asked = replace(question, context=context, rows=max(1, question.devices // like.mesh.cp))
+        others = [
+            replace(like, question=asked, rows=1, microbatches=1),
+            *(
+                frame.candidate(tuple(options[-1] for options in frame.slots))
+                for frame in frames(replace(asked, rows=1))
+                if frame.cp == question.devices
+            ),
+        ]
+        return any(each.over() is None for each in others)
+
+    step = max(1024, question.devices)
+    low, high = 0, step
+    while high < _LONGEST and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(step, low // 64):
+        middle = (low + high) // (2 * step) * step
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low or None
+
+
+def fewest_devices(question: Question) -> int | None:
+    """Return the fewest devices, doubled from those there are, on which the most bounded plan fits."""
+    devices = question.devices
+    while devices < _MOST_DEVICES:
+        devices *= 2
+        more = replace(question, devices=devices, degrees={}, rows=question.rows)
+        for frame in frames(more):
+            for options in ((-1, -1), (1, -1)):
+                vocab, dispatch, boundary, optim = frame.slots
+                parts = (vocab[options[0]], dispatch[options[1]], boundary[-1], optim[-1])
+                if frame.candidate(parts).over() is None:
+                    return devices
+    return None
+
+
+def plan_tables(best: Candidate) -> dict[str, Any]:
+    """Return the tables of a run file that say the plan: `[mesh]`, `[plan]`, sizes as they are used."""
+    mesh = best.mesh
+    degrees = {name: getattr(mesh, name) for name in ("dp", "replicate", "cp", "ep", "vp", "pp")}
+    return {
+        "data": {"context": best.question.context},
+        "train": {"global_tokens": best.tokens_per_step, "grad_accum": best.microbatches},
+        "memory": {"budget": f"{best.question.hardware.memory // 2**20}MiB"},
+        "mesh": {name: degree for name, degree in degrees.items() if degree > 1} or {"dp": 1},
+        "plan": encode(_sized(best)),
+    }
+
+
+def _sized(best: Candidate) -> Plan:
+    """Return the plan with far memory of the size that is used, rounded up to whole MiB."""
+    far, plan = best.far_bytes, best.plan
+    for name, method, what in (("boundary", plan.boundary, "boundaries"), ("optim", plan.optim, "optimizer state")):
+        if isinstance(method, Offload | StreamAdamW):
+            place = "host" if method.host else "disk"
+            nbytes = -(-far[f"{place} {what}"] // 2**20) * 2**20
+            plan = replace(plan, **{name: replace(method, **{place: max(2**20, nbytes)})})
+    return plan
+
+

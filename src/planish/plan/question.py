@@ -1,0 +1,204 @@
+"""A question in, what it takes out: the table of any mesh of a model, each rank's bytes and seconds, host and disk."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from planish.methods import Offload, Pipelined, Plain, Plan, StreamAdamW, keeps_attention
+from planish.plan.estimate import Estimate, estimate
+from planish.price.boundary import Boundaries, Depth
+from planish.price.dispatch_ranks import Launch, block_rows_of
+from planish.price.hardware import Hardware
+from planish.price.sharding import Gathered
+from planish.price.state import deal_bytes, placement
+from planish.price.table import LayerTable
+from planish.price.template import table_of_shape
+from planish.price.times import StepTime, step_time
+from planish.shapes import BatchShape, ExpertsShape, MeshShape, ModelShape
+
+IMPORTED_BYTES = 3 * 2**29
+"""What Python and its libraries hold on the host for each rank, before the first tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is to be trained, and on what.
+
+    Attributes:
+        shape: The model.
+        dtype: As in a run file.
+        context: Tokens of a row.
+        rows: Rows of an optimizer step over all ranks; None: one for each rank, or group of `cp`, that reads.
+        devices: All of them are used.
+        hardware: What they are, memory included.
+        host: Bytes of one node's host memory; None: not limited.
+        disk: Bytes of one node's disk; None: there is none.
+        fixed: Methods that are not open, by peak.
+        degrees: Degrees of the mesh that are not open.
+    """
+
+    shape: ModelShape
+    dtype: str
+    context: int
+    rows: int | None
+    devices: int
+    hardware: Hardware
+    host: int | None = None
+    disk: int | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    degrees: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one weight."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def master(self) -> bool:
+        """Whether the optimizer keeps fp32 masters."""
+        return self.dtype != "bf16-pure"
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the model has routed experts."""
+        return any(isinstance(layer.ffn, ExpertsShape) for layer in self.shape.layers)
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer; 0: none."""
+        return max((each.ffn.num_experts for each in self.shape.layers if isinstance(each.ffn, ExpertsShape)), default=0)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that share a host."""
+        return min(self.devices, self.hardware.devices_per_node)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mesh, a batch and a plan for it, priced when asked.
+
+    Attributes:
+        question: What is asked.
+        mesh: The ranks.
+        rows: Rows of one microbatch of a group of `cp`.
+        microbatches: Of a step.
+        plan: The methods.
+    """
+
+    question: Question
+    mesh: MeshShape
+    rows: int
+    microbatches: int
+    plan: Plan
+
+    @property
+    def batch(self) -> BatchShape:
+        """Return what one rank works on: its part of the rows."""
+        return BatchShape(
+            rows=self.rows, context=-(-self.question.context // self.mesh.cp), microbatches=self.microbatches
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step over all ranks."""
+        return self.question.context * self.rows * self.microbatches * self.mesh.readers
+
+    @cached_property
+    def table(self) -> LayerTable:
+        """What one rank holds beside the batch's own bytes."""
+        question, plan = self.question, self.plan
+        boundary = "plain" if isinstance(plan.boundary, Plain) else "checkpoint"
+        word = "keep" if keeps_attention(plan.boundary) else boundary
+        table = _table(question.shape, question.dtype, word, self.mesh)
+        launch = None
+        if self.mesh.ep > 1 and isinstance(plan.dispatch, Pipelined):
+            tokens = self.batch.tokens
+            launch = Launch(
+                num_ranks=self.mesh.ep,
+                num_experts=question.num_experts,
+                max_tokens=tokens,
+                block_rows=block_rows_of(plan.dispatch.block_rows, tokens, self.mesh.ep),
+                max_foreign=plan.dispatch.borrow,
+            )
+        return replace(table, launch=launch, on_host=question.hardware.kind == "cuda")
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """What one rank holds in each phase on its device."""
+        return estimate(self.table, self.batch, self.plan, master=self.question.master)
+
+    @cached_property
+    def time(self) -> StepTime:
+        """How long a step takes."""
+        question = self.question
+        return step_time(
+            question.shape, self.batch, question.context, self.plan, self.mesh, question.hardware, question.dtype
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of all ranks."""
+        return self.tokens_per_step / self.time.total_s
+
+    @cached_property
+    def far_bytes(self) -> dict[str, int]:
+        """Bytes in far memory for one rank, by place and category."""
+        found = {"host boundaries": 0, "host optimizer state": 0, "disk boundaries": 0, "disk optimizer state": 0}
+        boundary, optim = self.plan.boundary, self.plan.optim
+        if isinstance(boundary, Offload):
+            depth = self._depth
+            limit = (boundary.host or 0) + (boundary.disk or 0)
+            away = Boundaries(
+                num_boundaries=depth.num_boundaries, num_slots=limit // depth.slot_bytes, every=boundary.every
+            ).offloaded
+            found[f"{'host' if boundary.host else 'disk'} boundaries"] = len(away) * depth.slot_bytes
+        if isinstance(optim, StreamAdamW):
+            placed = placement(self.table.tensors, optim, master=self.question.master, on_host=self.table.on_host)
+            found["host optimizer state"], found["disk optimizer state"] = placed.host_bytes, placed.disk_bytes
+        return found
+
+    @property
+    def _depth(self) -> Depth:
+        kept = [each.attention for each in self.question.shape.layers] if keeps_attention(self.plan.boundary) else []
+        return Depth.of(
+            num_boundaries=len(self.question.shape.layers),
+            tokens=self.batch.tokens,
+            width=self.question.shape.hidden_size,
+            itemsize=self.question.itemsize,
+            kept=kept,
+        )
+
+    def node_bytes(self, place: str) -> int:
+        """Return the bytes that one node holds on its "host" or "disk" while steps run."""
+        ranks = self.question.ranks_per_node
+        own = sum(nbytes for name, nbytes in self.far_bytes.items() if name.startswith(place))
+        return ranks * (own + IMPORTED_BYTES * (place == "host"))
+
+    @property
+    def loading_bytes(self) -> int:
+        """What rank 0 holds while it deals out the weights, which it alone has read."""
+        if self.mesh.dp == 1:
+            return 0
+        whole = [replace(each, itemsize=self.question.itemsize) for each in self.question.shape.tensors]
+        return deal_bytes(whole, 1)
+
+    def over(self) -> str | None:
+        """Return what of this does not fit, in words; None where all of it does."""
+        question = self.question
+        if self.estimate.peak_bytes > question.hardware.memory:
+            return "memory"
+        for place, limit in (("host", question.host), ("disk", question.disk or 0)):
+            if limit is not None and self.node_bytes(place) > limit:
+                return f"{place} memory" if place == "host" else place
+        return None
+
+
+@lru_cache(maxsize=64)
+def _table(shape: ModelShape, dtype: str, boundary: str, mesh: MeshShape) -> LayerTable:
+    itemsize = 4 if dtype == "fp32" else 2
+    table = table_of_shape(shape, dtype=dtype, boundary=boundary, mesh=mesh)
+    return replace(
+        table, gathered=Gathered.of(shape, mesh, itemsize), vocab_ranks=mesh.vp, num_shards=1
+    )

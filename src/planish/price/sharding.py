@@ -1,0 +1,104 @@
+"""What one rank of a mesh holds of each parameter, and what it holds whole while a layer is at work (FSDP2)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from planish.shapes import MeshShape, ModelShape, TensorShape, shard_of
+
+_REDUCED = 4
+_VOCABULARY = ("model.embed_tokens.weight", "model.embeddings.weight", "lm_head.weight", "lm_head.bias")
+
+
+def is_expert(name: str) -> bool:
+    """Return whether a parameter is that of routed experts."""
+    return ".experts." in name
+
+
+def whole_part(tensor: TensorShape, mesh: MeshShape) -> TensorShape:
+    """Return what a rank multiplies by: a parameter whole, but its own experts, and its own rows of the vocabulary."""
+    degree = mesh.ep if is_expert(tensor.name) else mesh.vp if tensor.name in _VOCABULARY else 1
+    first, *rest = tensor.shape
+    return replace(tensor, shape=(-(-first // degree), *rest))
+
+
+def own_part(tensor: TensorShape, mesh: MeshShape) -> TensorShape:
+    """Return what a rank keeps from step to step."""
+    if tensor.name in _VOCABULARY and mesh.vp > 1:
+        return whole_part(tensor, mesh)
+    if is_expert(tensor.name) and mesh.ep > 1:
+        part = whole_part(tensor, mesh)
+        return replace(part, shape=_shard_inside(part.shape, mesh.dp // mesh.ep))
+    return replace(tensor, shape=shard_of(tensor.shape, mesh.dp))
+
+
+def _shard_inside(sizes: tuple[int, ...], num_shards: int) -> tuple[int, ...]:
+    """Return the shard of experts' weights along an axis within each expert."""
+    first, *rest = sizes
+    axis = next((axis for axis, size in enumerate(rest) if size % num_shards == 0), 0)
+    return (first, *rest[:axis], -(-rest[axis] // num_shards), *rest[axis + 1 :])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """Weights and gradients that a rank holds whole for a while.
+
+    [Note: what FSDP2 holds] The weights beside the layers for the whole pass, twice while they arrive. Of the layers two,
+    the one at work and the next, and a third's pieces while they arrive. In backward also the previous layer's gradients,
+    as they are and in the dtype that they are added up in.
+
+    Attributes:
+        root: Bytes of the weights beside the layers.
+        layer: Bytes of the largest layer's weights.
+        wide: Bytes of a number in which gradients are added up, over the bytes of a weight's.
+    """
+
+    root: int
+    layer: int
+    wide: float
+
+    @classmethod
+    def of(cls, shape: ModelShape, mesh: MeshShape, itemsize: int) -> "Gathered | None":
+        """Return what a rank of `mesh` gathers; None where it holds everything."""
+        if mesh.dp == 1:
+            return None
+        gathered = [
+            each for each in shape.tensors if whole_part(each, mesh).shape != own_part(each, mesh).shape
+        ]
+        beside = [each for each in gathered if ".layers." not in each.name]
+        return cls(
+            root=_nbytes(beside, mesh, itemsize),
+            layer=_nbytes_of_largest_layer(shape, gathered, mesh, itemsize),
+            wide=max(1.0, _REDUCED / itemsize),
+        )
+
+    def at(self, phase: str, *, in_layer: bool) -> int:
+        """Return the bytes while a phase's layers, or what lies around them, are at work."""
+        match phase:
+            case "forward" | "eval":
+                return max(2 * self.root, self.root + 3 * self.layer)
+            case "head":
+                return self.root + 2 * self.layer
+            case "backward" if in_layer:
+                return self.root + int((3 + self.wide) * self.layer)
+            case "backward":
+                return int(self.wide * self.root) + 3 * self.layer
+            case _:
+                return 0
+
+
+def _nbytes(tensors: Sequence[TensorShape], mesh: MeshShape, itemsize: int) -> int:
+    return sum(whole_part(each, mesh).numel * itemsize for each in tensors)
+
+
+def _nbytes_of_largest_layer(
+    shape: ModelShape, gathered: Sequence[TensorShape], mesh: MeshShape, itemsize: int
+) -> int:
+    """Return the bytes of a layer that has all that most layers have: dense and mixed layers have the same names."""
+    inside = [each for each in gathered if ".layers." in each.name]
+    num_layers = len(shape.layers)
+    common = [each for each in inside if each.count == num_layers]
+    others: dict[int, int] = {}
+    for each in inside:
+        if each.count != num_layers:
+            others[each.count] = others.get(each.count, 0) + whole_part(each, mesh).numel * itemsize
+    return _nbytes(common, mesh, itemsize) + max(others.values(), default=0)
