@@ -1,4 +1,4 @@
-"""Writes the templates of bytes that the package ships for families of models; run it when a library or a layer changes.
+"""Writes the templates of bytes that the package ships for families of models; run it when a library changes.
 
 Not a measurement: a small model of each family, whose widths are all different, runs on tensors without data; each
 tensor's bytes a token are then one width times a small number, and its fixed bytes those of one parameter.
@@ -14,10 +14,12 @@ from typing import Any
 import transformers
 from transformers import PretrainedConfig
 
+from planish.decode import method_name
 from planish.methods import Checkpoint, Pipelined, Plain, Plan
+from planish.plan.offers import activation_methods
 from planish.price.config import read_config
 from planish.price.store import libraries
-from planish.price.table import Holder, LayerTable, Leg, Line, Lines
+from planish.price.table import LayerTable, Leg, Line, Lines
 from planish.price.template import HALVES, TEMPLATES, kind_of, rotary_width, widths
 from planish.sections import ModelSection
 from planish.shapes import ModelShape
@@ -64,7 +66,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("CohereConfig", {"logit_scale": 0.25}),
     "mixtral": ("MixtralConfig", LOCAL),
     "phimoe": ("PhimoeConfig", LOCAL),
-    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | MIXED),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS),
+    "qwen3_moe_mixed": ("Qwen3MoeConfig", EXPERTS | MIXED),
     "olmoe": ("OlmoeConfig", {"hidden_size": 15 * 44, "num_experts": 29, "num_experts_per_tok": 5}),
     "granitemoe": ("GraniteMoeConfig", LOCAL),
     "gpt_oss": ("GptOssConfig", LOCAL | {"sliding_window": 8}),
@@ -97,6 +100,7 @@ class Speller:
                     self._per_token.setdefault(width * halves // HALVES, (name, halves))
 
     def __call__(self, line: Line) -> Line:
+        """Return the line in symbols."""
         assert not line.per_square
         assert not line.per_row
         return Line(fixed=self._fixed(line.fixed), per_token=self._token(line.per_token))
@@ -134,7 +138,10 @@ def _tables(name: str) -> Iterator[tuple[str, Any]]:
     for dtype in ("bf16", "fp32"):
         for word, boundary in BOUNDARIES.items():
             dispatch = Pipelined() if any(not isinstance(each.ffn, int) for each in shape.layers) else Plain()
-            yield f"{dtype} {word}", _template(config, Plan(boundary=boundary, dispatch=dispatch), dtype)
+            for activation in (Plain(), *activation_methods(shape)):
+                plan = Plan(boundary=boundary, dispatch=dispatch, activation=activation)
+                named = "" if isinstance(activation, Plain) else f" {method_name(type(activation))}"
+                yield f"{dtype} {word}{named}", _template(config, plan, dtype)
 
 
 def _template(config: PretrainedConfig, plan: Plan, dtype: str) -> dict[str, Any]:
@@ -170,6 +177,11 @@ def _to_tree(table: LayerTable, speller: Speller, shape: ModelShape) -> dict[str
         for which in ("first", "later", "evaluation")
     }
     kind_by_number = {number: kinds[index] for index, number in enumerate(table.layers)}
+    networks = {
+        kind_by_number[number].split()[0]: [each.gated, each.both, each.biased, each.keeps]
+        for number, each in enumerate(table.feed_forwards)
+        if each is not None
+    }
     experts = next((each for each in table.experts if each is not None), None)
     return {
         "kinds": [kind_by_number[number] for number in range(len(table.attention))],
@@ -189,6 +201,7 @@ def _to_tree(table: LayerTable, speller: Speller, shape: ModelShape) -> dict[str
                 }
             }
         ),
+        **({"feed_forward": networks} if networks else {}),
         "legs": rows,
         **passes,
     }
@@ -208,7 +221,9 @@ def _lines(lines: Lines, speller: Speller) -> dict[str, Any]:
             for symbol, digit in zip(names, spelled(value), strict=False):
                 name = "lm_head.weight" if "lm_head" in holder.owner and symbol != "1" and part is row[1] else symbol
                 part[name] = part.get(name, 0) + digit
-    return {name: _short(name, *({key: n for key, n in part.items() if n} for part in row)) for name, row in found.items()}
+    return {
+        name: _short(name, *({key: n for key, n in part.items() if n} for part in row)) for name, row in found.items()
+    }
 
 
 def _short(name: str, token: dict[str, int], fixed: dict[str, int]) -> Any:

@@ -14,6 +14,7 @@ from planish.plan.question import Question
 from planish.plan.search import divisors
 from planish.price.architectures import architectures, find_architecture
 from planish.price.config import read_config
+from planish.price.config_keys import unknown_keys
 from planish.price.hardware import Hardware, find_hardware, with_memory
 from planish.runfile import load_tree
 from planish.sections import DataSection, MemorySection, MeshSection, ModelSection, TrainSection
@@ -74,7 +75,7 @@ def ask(options: Any, settings: list[tuple[str, Any]]) -> Asked:
         question=question,
         name=name,
         model={**model, "dtype": section.dtype},
-        notes=tuple(_notes(options, shape, context, memory)),
+        notes=tuple(_notes(options, config, shape, context, memory)),
         tree=tree,
     )
 
@@ -178,12 +179,15 @@ def _fixed_degrees(tree: Mapping[str, Any], shape: ModelShape, devices: int) -> 
     return found
 
 
-def _notes(options: Any, shape: ModelShape, context: int, memory: MemorySection) -> list[str]:
+def _notes(
+    options: Any, config: Mapping[str, Any], shape: ModelShape, context: int, memory: MemorySection
+) -> list[str]:
     notes = list(shape.assumed)
+    unknown = ", ".join(f"`{key}`" for key in unknown_keys(config))
+    if unknown:
+        notes.append(f"fields of the config that are not known here are taken to change no size: {unknown}.")
     if shape.max_positions is not None and context > shape.max_positions:
-        notes.append(
-            f"the model has {shape.max_positions:,} positions: taken as if `model.extend_positions` were set."
-        )
+        notes.append(f"the model has {shape.max_positions:,} positions: taken as if `model.extend_positions` were set.")
     if options.hardware is None:
         of = "its rates" if memory.budget is not None else "its memory and rates"
         notes.append(f"no `--hardware` was named: {of} are those of an {_DEFAULT_HARDWARE}.")

@@ -71,11 +71,12 @@ class Options:
     actions: Path | None = None
     """With --pipeline: write the schedule into this file, as text that `plan.pipeline.file` reads back."""
 
-
     @property
     def asks(self) -> bool:
         """Whether mesh and methods are to be chosen."""
-        return any((self.model, self.context, self.batch_tokens, self.devices, self.hardware, self.host_memory, self.disk))
+        return any(
+            (self.model, self.context, self.batch_tokens, self.devices, self.hardware, self.host_memory, self.disk)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +144,9 @@ def _parse(words: list[str]) -> tuple[Options, list[tuple[str, Any]]]:
     if options.pipeline and options.prove:
         raise UsageError("`--prove` runs the step of one process; leave it or `--pipeline` out.")
     if options.asks and options.pipeline:
-        raise UsageError("`--pipeline` is of a run file and its flags; leave it or `--model` and what goes with it out.")
+        raise UsageError(
+            "`--pipeline` is of a run file and its flags; leave it or `--model` and what goes with it out."
+        )
     if not options.pipeline and options.actions:
         raise UsageError("`--actions` are of a schedule; add `--pipeline`.")
     if not options.pipeline and not options.asks and options.svg:

@@ -17,10 +17,9 @@ from planish.runfile import RunFile
 from planish.units import format_bytes
 
 _WIDTH = 110
-_BILLION = 1e9
 
 
-def refusal(asked: Asked, found: Answer) -> str | None:
+def refusal(found: Answer) -> str | None:
     """Return why `planish train` would not take the plan as it is today; None where it would."""
     best = found.best
     tree = plan_tables(best) | {"model": {"config": "config.json", "dtype": best.question.dtype}}
@@ -86,10 +85,8 @@ def to_tree(asked: Asked, found: Answer) -> dict[str, Any]:
         "hardware": question.hardware.name,
         "memory_bytes": question.hardware.memory,
         **best.estimate.to_dict(),
-        "node": {
-            f"{place}_bytes": nbytes
-            for place, nbytes in places.items()
-        } | {"ranks": question.ranks_per_node, "loading_bytes": best.loading_bytes},
+        "node": {f"{place}_bytes": nbytes for place, nbytes in places.items()}
+        | {"ranks": question.ranks_per_node, "loading_bytes": best.loading_bytes},
         "context": question.context,
         "tokens_per_step": best.tokens_per_step,
         "rows_per_microbatch": best.rows,
@@ -108,7 +105,7 @@ def to_tree(asked: Asked, found: Answer) -> dict[str, Any]:
         "plan": plan_tables(best),
         "rejected": list(found.rejected),
         "assumed": list(_assumed(asked, best)),
-        "refused_by_train": refusal(asked, found),
+        "refused_by_train": refusal(found),
         "smallest_memory_bytes": found.smallest,
         "longest_context": found.longest,
         "fewest_devices": found.fewest,
@@ -119,21 +116,24 @@ def to_tree(asked: Asked, found: Answer) -> dict[str, Any]:
 def _headline(asked: Asked, best: Candidate) -> str:
     question, mesh = best.question, best.mesh
     shape = question.shape
-    active = "" if not question.mixed else f", {shape.num_active_parameters / _BILLION:,.3g} active"
+    active = "" if not question.mixed else f", {_large(shape.num_active_parameters)} active"
     degrees = " ".join(
-        f"{name} {degree}"
-        for name in ("dp", "replicate", "cp", "ep", "vp")
-        if (degree := getattr(mesh, name)) > 1
+        f"{name} {degree}" for name in ("dp", "replicate", "cp", "ep", "vp") if (degree := getattr(mesh, name)) > 1
     )
     rows = best.rows * best.microbatches * mesh.readers
     return (
-        f"{asked.name}: {shape.num_parameters / _BILLION:,.4g} billion parameters{active}, {question.dtype}, on "
+        f"{asked.name}: {_large(shape.num_parameters)} parameters{active}, {question.dtype}, on "
         f"{question.devices} x {question.hardware.name} ({format_bytes(question.hardware.memory)} each"
         f"{'; ' + degrees if degrees else ''})\n"
         f"a step: {rows} row{'s' * (rows > 1)} of {question.context:,} tokens, {best.microbatches} "
         f"microbatch{'es' * (best.microbatches > 1)} of {best.batch.tokens:,} tokens a device; worst case: whole rows "
         "in one document, every token counted, any routing\n"
     )
+
+
+def _large(number: int) -> str:
+    scale, word = (1e9, "billion") if number >= 1e9 else (1e6, "million") if number >= 1e6 else (1e3, "thousand")
+    return f"{number / scale:,.4g} {word}"
 
 
 def unit_of(nbytes: int) -> tuple[str, int]:
@@ -205,7 +205,7 @@ def _sentences(asked: Asked, found: Answer) -> list[str]:
         left = question.hardware.memory - peak.peak_bytes
         longest = "" if found.longest is None else f"; the longest context that would: {found.longest:,} tokens"
         said.append(f"fits {format_bytes(question.hardware.memory)} with {format_bytes(left)} to spare{longest}")
-    refused = refusal(asked, found)
+    refused = refusal(found)
     if refused is not None:
         said.append(f"planned at scale: `planish train` refuses this today: {refused}")
     return [*said, *(f"assumed: {each}" for each in _assumed(asked, best))]
@@ -215,5 +215,7 @@ def _assumed(asked: Asked, best: Candidate) -> tuple[str, ...]:
     hardware = best.question.hardware
     own = [f"{hardware_line(hardware)} ({SOURCES})."]
     if best.question.host is None and best.node_bytes("host") and hardware.kind == "cuda":
-        own.append(f"no `--host-memory` was given: {format_bytes(best.node_bytes('host'))} a node are taken to be there.")
+        own.append(
+            f"no `--host-memory` was given: {format_bytes(best.node_bytes('host'))} a node are taken to be there."
+        )
     return (*asked.notes, *own)

@@ -121,7 +121,7 @@ def longest_context(question: Question, like: Candidate) -> int | None:
         ]
         return any(each.over() is None for each in others)
 
-    step = max(1024, question.devices)
+    step = question.devices
     low, high = 0, step
     while high < _LONGEST and fits(high):
         low, high = high, 2 * high
@@ -168,5 +168,3 @@ def _sized(best: Candidate) -> Plan:
             nbytes = -(-far[f"{place} {what}"] // 2**20) * 2**20
             plan = replace(plan, **{name: replace(method, **{place: max(2**20, nbytes)})})
     return plan
-
-

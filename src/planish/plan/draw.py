@@ -1,4 +1,4 @@
-"""What one device holds over a step, drawn: a band for each category, a tint for each phase, each phase's peak named."""
+"""What one device holds over a step, drawn: a band a category, a tint a phase, each phase's peak named."""
 
 from collections.abc import Sequence
 from html import escape
@@ -10,7 +10,18 @@ from planish.price.step import Moment, moments
 from planish.units import format_bytes
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1100, 460, 70, 880, 40, 410
-_COLOURS = ("#4a6fa5", "#d1495b", "#3b1f7a", "#2bb3a0", "#f0a030", "#8c2f5e", "#2b6e1a", "#84b4f6", "#c6c0cf", "#59626d")
+_COLOURS = (
+    "#4a6fa5",
+    "#d1495b",
+    "#3b1f7a",
+    "#2bb3a0",
+    "#f0a030",
+    "#8c2f5e",
+    "#2b6e1a",
+    "#84b4f6",
+    "#c6c0cf",
+    "#59626d",
+)
 _TINTS = ("#f6f7f9", "#e9edf2")
 
 
@@ -18,9 +29,11 @@ def to_svg(candidate: Candidate) -> str:
     """Return the drawing as SVG text; time runs by moments, not by seconds."""
     table, batch, plan = candidate.table, candidate.batch, candidate.plan
     head = head_bytes(table.head, batch, plan.vocab, table.vocab_ranks)
-    found = [each for each in moments(table, batch, head, plan, master=candidate.question.master)]
+    found = list(moments(table, batch, head, plan, master=candidate.question.master))
     totals = [_by_category(each) for each in found]
-    names = sorted({name for each in totals for name in each}, key=lambda name: -max(each.get(name, 0) for each in totals))
+    names = sorted(
+        {name for each in totals for name in each}, key=lambda name: -max(each.get(name, 0) for each in totals)
+    )
     most = max(candidate.estimate.peak_bytes, candidate.question.hardware.memory)
     parts = [_style(), *_phases(found, most), *_bands(totals, names, most), *_legend(names)]
     limit = _y(candidate.question.hardware.memory, most)

@@ -67,7 +67,9 @@ class Question:
     @property
     def num_experts(self) -> int:
         """Routed experts of a layer; 0: none."""
-        return max((each.ffn.num_experts for each in self.shape.layers if isinstance(each.ffn, ExpertsShape)), default=0)
+        return max(
+            (each.ffn.num_experts for each in self.shape.layers if isinstance(each.ffn, ExpertsShape)), default=0
+        )
 
     @property
     def ranks_per_node(self) -> int:
@@ -199,6 +201,4 @@ class Candidate:
 def _table(shape: ModelShape, dtype: str, boundary: str, mesh: MeshShape) -> LayerTable:
     itemsize = 4 if dtype == "fp32" else 2
     table = table_of_shape(shape, dtype=dtype, boundary=boundary, mesh=mesh)
-    return replace(
-        table, gathered=Gathered.of(shape, mesh, itemsize), vocab_ranks=mesh.vp, num_shards=1
-    )
+    return replace(table, gathered=Gathered.of(shape, mesh, itemsize), vocab_ranks=mesh.vp, num_shards=1)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import prod
 from typing import Any
 
 from planish.errors import UsageError
@@ -27,6 +28,7 @@ from planish.shapes import MeshShape
 _ALL = 2**60
 _SLOTS = ("vocab", "dispatch", "boundary", "optim")
 _TRIES = 24
+_FEW = 80
 _ROW_TOKENS = 32_768
 
 
@@ -209,7 +211,8 @@ def search(question: Question) -> Found:
         plain = frame.candidate(tuple(options[0] for options in frame.slots))
         if not able or (best is not None and _rank(plain)[0] >= _rank(best)[0]):
             continue
-        found = choose(frame) or min(able, key=_rank)
+        few = prod(map(len, frame.slots)) <= _FEW
+        found = (exhaust(frame) if few else choose(frame)) or min(able, key=_rank)
         if best is None or _rank(found) < _rank(best):
             best = found
     if least is None:
@@ -246,9 +249,9 @@ def _rank(candidate: Candidate) -> tuple[float, int]:
 def _plainness(candidate: Candidate) -> int:
     plan, mesh = candidate.plan, candidate.mesh
     methods = (plan.vocab, plan.boundary, plan.optim)
-    return sum(not isinstance(each, Plain | AdamW) for each in methods) + sum(
-        degree > 1 for degree in (mesh.cp, mesh.ep, mesh.vp, mesh.pp)
-    )
+    far = sum(isinstance(each, Offload | StreamAdamW) for each in methods)
+    bounded = sum(not isinstance(each, Plain | AdamW) for each in methods)
+    return bounded + 2 * far + sum(degree > 1 for degree in (mesh.cp, mesh.ep, mesh.vp, mesh.pp))
 
 
 def choose(frame: Frame) -> Candidate | None:
@@ -285,9 +288,34 @@ def choose(frame: Frame) -> Candidate | None:
             break
         candidate = frame.candidate(tuple(options[i] for options, i in zip(slots, found.chosen, strict=True)))
         if candidate.over() is None:
-            return candidate
+            return improve(frame, found.chosen)
         ruled_out.append(found.chosen)
     return None
+
+
+def improve(frame: Frame, chosen: tuple[int, ...]) -> Candidate:
+    """Return the best plan that changing one method after the other leads to, each step priced exactly.
+
+    What hides behind what, and the moments inside one kind, are no sums of parts: the knapsack does not see them.
+    """
+
+    def at(numbers: tuple[int, ...]) -> Candidate:
+        return frame.candidate(tuple(options[i] for options, i in zip(frame.slots, numbers, strict=True)))
+
+    best, numbers = at(chosen), chosen
+    while True:
+        others = [
+            (*numbers[:slot], number, *numbers[slot + 1 :])
+            for slot, options in enumerate(frame.slots)
+            for number in range(len(options))
+        ]
+        for other in sorted(others, key=lambda each: _rank(at(each))):
+            candidate = at(other)
+            if _rank(candidate) >= _rank(best):
+                return best
+            if candidate.over() is None:
+                best, numbers = candidate, other
+                break
 
 
 def exhaust(frame: Frame) -> Candidate | None:

@@ -1,7 +1,7 @@
 """Reads a transformers config.json without transformers: the sizes of every layer and the shape of every parameter."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from planish.errors import UsageError
@@ -180,7 +180,11 @@ class _Reader:
             width = attention.qk_width
             gated = 2 if self.family.linear else 1  # the query's projection makes its gate too
             bias = config_bias if self.family.qkv_bias is None else self.family.qkv_bias
-            for name, rows in (("q_proj", heads * width * gated), ("k_proj", kv_heads * width), ("v_proj", kv_heads * width)):
+            for name, rows in (
+                ("q_proj", heads * width * gated),
+                ("k_proj", kv_heads * width),
+                ("v_proj", kv_heads * width),
+            ):
                 yield from linear(f"self_attn.{name}", rows, hidden_size, bias=bias)
             norms = {"head": ((width,), (width,)), "projection": ((heads * width,), (kv_heads * width,))}
             asked = bool(self.get("use_qk_norm", False))

@@ -14,7 +14,7 @@ class Family:
         o_bias: The same of the output projection.
         tied: Whether the head is the embedding where the config does not say.
         head_dim: Width of a head where the config does not say; None: hidden size / heads.
-        full_every: Every how many-th layer sees the whole document, the others a window; None: see `_config.Reader.window`.
+        full_every: Every how many-th layer sees the whole document, the others a window; None: by other rules.
         moe: Name of the feed-forward module of a mixture.
         router: Name of the router in it.
         is_gpt_oss: Experts with biases and transposed weights, sinks.
@@ -74,7 +74,9 @@ FAMILIES = {
     "phimoe": Family(norm_bias=True, router="router"),
     "glm4_moe": Family(o_bias=False, qk_norm="asked"),
     "qwen3_next": Family(qk_norm="head", head_dim=256, full_every=4, shared="shared_expert", linear="linear_attn"),
-    "qwen3_5_moe_text": Family(qk_norm="head", head_dim=256, full_every=4, shared="shared_expert", linear="linear_attn"),
+    "qwen3_5_moe_text": Family(
+        qk_norm="head", head_dim=256, full_every=4, shared="shared_expert", linear="linear_attn"
+    ),
     "nemotron_h": Family(mlp=("up_proj", "down_proj"), linear="mixer"),
     "cohere": Family(norms=("input_layernorm",), qk_norm="heads", tied=True),
 }

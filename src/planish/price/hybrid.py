@@ -77,7 +77,9 @@ def layer(config: Mapping[str, Any], shape: LayerShape) -> Named:
         yield "mixer.experts.down_proj", (experts, hidden_size, width)
         yield "mixer.gate.weight", (experts, hidden_size)
         if shape.ffn.shared_width:
-            yield from gated("mixer.shared_experts", ("up_proj", "down_proj"), shape.ffn.shared_width, hidden_size, bias=False)
+            yield from gated(
+                "mixer.shared_experts", ("up_proj", "down_proj"), shape.ffn.shared_width, hidden_size, bias=False
+            )
     elif shape.ffn:
         yield from gated("mixer", ("up_proj", "down_proj"), shape.ffn, hidden_size, bias=False)
     else:

@@ -42,9 +42,9 @@ def _shard_inside(sizes: tuple[int, ...], num_shards: int) -> tuple[int, ...]:
 class Gathered:
     """Weights and gradients that a rank holds whole for a while.
 
-    [Note: what FSDP2 holds] The weights beside the layers for the whole pass, twice while they arrive. Of the layers two,
-    the one at work and the next, and a third's pieces while they arrive. In backward also the previous layer's gradients,
-    as they are and in the dtype that they are added up in.
+    [Note: what FSDP2 holds] The weights beside the layers for the whole pass, twice while they arrive. Of the layers
+    two, the one at work and the next, and a third's pieces while they arrive. In backward also the previous layer's
+    gradients, as they are and in the dtype that they are added up in.
 
     Attributes:
         root: Bytes of the weights beside the layers.
@@ -61,9 +61,7 @@ class Gathered:
         """Return what a rank of `mesh` gathers; None where it holds everything."""
         if mesh.dp == 1:
             return None
-        gathered = [
-            each for each in shape.tensors if whole_part(each, mesh).shape != own_part(each, mesh).shape
-        ]
+        gathered = [each for each in shape.tensors if whole_part(each, mesh).shape != own_part(each, mesh).shape]
         beside = [each for each in gathered if ".layers." not in each.name]
         return cls(
             root=_nbytes(beside, mesh, itemsize),
@@ -90,9 +88,7 @@ def _nbytes(tensors: Sequence[TensorShape], mesh: MeshShape, itemsize: int) -> i
     return sum(whole_part(each, mesh).numel * itemsize for each in tensors)
 
 
-def _nbytes_of_largest_layer(
-    shape: ModelShape, gathered: Sequence[TensorShape], mesh: MeshShape, itemsize: int
-) -> int:
+def _nbytes_of_largest_layer(shape: ModelShape, gathered: Sequence[TensorShape], mesh: MeshShape, itemsize: int) -> int:
     """Return the bytes of a layer that has all that most layers have: dense and mixed layers have the same names."""
     inside = [each for each in gathered if ".layers." in each.name]
     num_layers = len(shape.layers)

@@ -52,9 +52,7 @@ def optimizer_bytes(tensors: Sequence[TensorShape], optim: Optim, *, master: boo
             assert_never(optim)
 
 
-def placement(
-    tensors: Sequence[TensorShape], optim: StreamAdamW, *, master: bool, on_host: bool = False
-) -> Placement:
+def placement(tensors: Sequence[TensorShape], optim: StreamAdamW, *, master: bool, on_host: bool = False) -> Placement:
     """Return where streamed state lies: on a CPU, or `on_host` beside another device, which stages all of it.
 
     Raises:

@@ -221,8 +221,8 @@ class _Walk:
                 continue
             away = self.depth.away(part, layer, leg.phase) if trained else 0
             for moment in self._leg(leg, layer, part if trained else None):
-                moment = replace(moment, sizes=_sum(moment.sizes, {self.boundary: -away})) if away else moment
-                yield moment if self.table.gathered is None else _gather(moment, self.table.gathered)
+                here = replace(moment, sizes=_sum(moment.sizes, {self.boundary: -away})) if away else moment
+                yield here if self.table.gathered is None else _gather(here, self.table.gathered)
 
     def _pass_by(self, leg: Leg, layer: int, part: Part | None, times: int) -> None:
         """Leave behind what a leg does, for a row of layers whose moments lie between those of others."""

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from planish.price.dispatch import Experts
-from planish.price.table import Holder, LayerTable, Leg, Line, Lines, Pass
 from planish.price.sharding import is_expert, own_part, whole_part
-from planish.shapes import ExpertsShape, HeadShape, LayerShape, MeshShape, ModelShape
+from planish.price.table import Holder, LayerTable, Leg, Line, Lines, Pass
+from planish.shapes import ExpertsShape, FeedForwardShape, HeadShape, LayerShape, MeshShape, ModelShape
 
 TEMPLATES = Path(__file__).parent / "templates"
 HALVES = 2
@@ -70,8 +70,15 @@ def has_template(shape: ModelShape) -> bool:
     return _read(_ALIASES.get(shape.model_type, shape.model_type)) is not None
 
 
+_ALONE = MeshShape()
 _EMBEDDING = "model.embed_tokens.weight"
-_ALIASES = {"mistral": "llama", "kimi_k2": "deepseek_v3", "deepseek_v2": "deepseek_v3", "gemma3": "gemma3_text", "gemma": "gemma2"}
+_ALIASES = {
+    "mistral": "llama",
+    "kimi_k2": "deepseek_v3",
+    "deepseek_v2": "deepseek_v3",
+    "gemma3": "gemma3_text",
+    "gemma": "gemma2",
+}
 
 
 def table_of_shape(
@@ -79,7 +86,8 @@ def table_of_shape(
     *,
     dtype: str,
     boundary: str,
-    mesh: MeshShape = MeshShape(),
+    activation: str = "plain",
+    mesh: MeshShape = _ALONE,
     products_itemsize: int | None = None,
 ) -> LayerTable:
     """Return the table of a model by its family's template; of a family that has none by Llama's, or its mixture's.
@@ -90,16 +98,28 @@ def table_of_shape(
         shape: The model.
         dtype: "bf16", "bf16-pure" or "fp32".
         boundary: "plain", "checkpoint" or "keep" (attention).
+        activation: The method of feed-forward networks: "plain", "tiled" or "bitmap".
         mesh: The ranks; the table is of what one of them holds beside the weights that it gathers.
         products_itemsize: Bytes of what experts multiply; None: as the weights.
     """
     mixed = any(isinstance(layer.ffn, ExpertsShape) for layer in shape.layers)
     name = _ALIASES.get(shape.model_type, shape.model_type)
-    template = _read(name) or _read("deepseek_v3" if shape.latent else "qwen3_moe" if mixed else "llama")
+    dense = any(not isinstance(layer.ffn, ExpertsShape) for layer in shape.layers)
+    template = (
+        (mixed and dense and _read(f"{name}_mixed")) or _read(name) or _read(_nearest(shape, mixed=mixed, dense=dense))
+    )
     assert template is not None
     itemsize = 4 if dtype == "fp32" else 2
-    tree = template["tables"][f"{dtype.removesuffix('-pure')} {boundary}"]
+    word = "" if activation == "plain" else f" {activation}"
+    tree = template["tables"][f"{dtype.removesuffix('-pure')} {boundary}{word}"]
     return _Writer(shape, mesh, tree, itemsize, products_itemsize or itemsize).table()
+
+
+def _nearest(shape: ModelShape, *, mixed: bool, dense: bool) -> str:
+    """Return the family whose layers a model's are most like, where its own has no template."""
+    if shape.latent is not None:
+        return "deepseek_v3"
+    return "llama" if not mixed else "qwen3_moe_mixed" if dense else "qwen3_moe"
 
 
 class _Writer:
@@ -141,6 +161,7 @@ class _Writer:
             layers=tuple(numbers),
             attention=tuple(layer.attention for layer in layers),
             experts=tuple(self._experts(layer) for layer in layers),
+            feed_forwards=tuple(self._network(layer) for layer in layers) if "feed_forward" in tree else (),
             **{name: self._pass(tree[name], sources) for name in ("first", "later", "evaluation")},
             buckets=self._mesh.dp == 1 < self._mesh.replicate,
         )
@@ -181,7 +202,8 @@ class _Writer:
                 nbytes = self._whole[_EMBEDDING]
                 *before, turned = parts["turn"]
                 first, *after = parts["leave"]
-                parts["turn"] = (*before, replace(turned, change=_plus(turned.change, nbytes)))
+                peaks = tuple(each if _fixed_bytes(each) >= nbytes else _plus(each, nbytes) for each in turned.peaks)
+                parts["turn"] = (*before, replace(turned, change=_plus(turned.change, nbytes), peaks=peaks))
                 parts["leave"] = (replace(first, change=_plus(first.change, -nbytes)), *after)
         if self._whole != self._own:
             parts["backward"] = tuple(map(self._reduced, parts["backward"]))
@@ -244,6 +266,23 @@ class _Writer:
             transposed=facts["transposed"],
         )
 
+    def _network(self, layer: LayerShape) -> FeedForwardShape | None:
+        ffn, facts = layer.ffn, self._tree["feed_forward"]
+        width = ffn.shared_width if isinstance(ffn, ExpertsShape) else ffn
+        kind = kind_of(layer).split()[0]
+        if not width or kind not in facts:
+            return None
+        gated, both, biased, keeps = facts[kind]
+        return FeedForwardShape(
+            hidden_size=self._shape.hidden_size,
+            width=width,
+            itemsize=self._itemsize,
+            gated=gated,
+            both=both,
+            biased=biased,
+            keeps=keeps,
+        )
+
     def _save_bytes(self) -> int:
         """Return what converting one layer's experts to a checkpoint's tensors takes: all of them again."""
         return max((nbytes for name, nbytes in self._whole.items() if is_expert(name)), default=0)
@@ -273,6 +312,10 @@ def _plus(lines: Lines, nbytes: int) -> Lines:
     holder = Holder("head tiles", "loss")
     line = lines.get(holder, Line())
     return lines | {holder: Line(line.fixed + nbytes, *line[1:])}
+
+
+def _fixed_bytes(lines: Lines) -> int:
+    return sum(line.fixed for line in lines.values())
 
 
 def _twice(line: Line) -> Line:

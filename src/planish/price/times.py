@@ -7,12 +7,8 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from planish.methods import (
-    AdamW,
-    Apollo,
     Blocked,
-    Checkpoint,
     Offload,
-    Packed,
     Plain,
     Plan,
     Ring,
@@ -79,9 +75,7 @@ def step_time(
     """
     itemsize = 4 if dtype == "fp32" else 2
     tokens = batch.tokens * batch.microbatches
-    rate, scores_rate = (
-        hardware.flops(dtype) * share for share in (hardware.product_share, hardware.attention_share)
-    )
+    rate, scores_rate = (hardware.flops(dtype) * share for share in (hardware.product_share, hardware.attention_share))
     passes = _Passes.of(plan)
     layers = [(_products(shape, layer), _scores(layer, context)) for layer in shape.layers]
     dense, scores = (sum(each[index] for each in layers) * tokens for index in (0, 1))
@@ -248,5 +242,3 @@ def _far(
         rate = hardware.host_rate if plan.optim.host else hardware.disk_rate / hardware.devices_per_node
         seconds += own * _STATE_NUMBERS * 4 / rate  # both ways at once
     return seconds, hidden
-
-

@@ -74,7 +74,7 @@ def fit_table(
     kinds_of = _with_neighbours if mesh.sharded else tuple
     num_traced = _shortest_prefix(signatures, kinds_of)
     short = _shorten(config, len(signatures), num_traced)
-    if not isinstance(plan.activation, Plain):
+    if spell is None and not isinstance(plan.activation, Plain):
         check_closed_form(short, section, plan.activation)
     if isinstance(plan.activation, Bitmap):
         plan = replace(plan, activation=replace(plan.activation, arena_bytes=0))  # which is no line in the batch's size
@@ -274,8 +274,11 @@ def _largest(moments: Sequence[Lines]) -> tuple[Lines, ...]:
 
 
 def _at_most(line: Line, other: Line) -> bool:
-    pairs = zip(line, other, strict=True)
-    return all(each <= 0 if abs(each) < SPELLED_BASE // 2 else max(spelled(each)) <= 0 for each in (a - b for a, b in pairs))
+    return all(_not_above_zero(a - b) for a, b in zip(line, other, strict=True))
+
+
+def _not_above_zero(difference: int) -> bool:
+    return difference <= 0 if abs(difference) < SPELLED_BASE // 2 else max(spelled(difference)) <= 0
 
 
 def spelled(number: int) -> list[int]:
