@@ -12,15 +12,12 @@ from planish.errors import UsageError
 from planish.methods import (
     Apollo,
     Blocked,
-    Checkpoint,
     Packed,
     Pipelined,
     Plain,
     Plan,
     Ring,
-    StreamAdamW,
     Tiled,
-    keeps_attention,
     updates_in_backward,
 )
 from planish.sections import DataSection, MemorySection, MeshSection, ModelSection, SaveSection, TrainSection
@@ -118,18 +115,13 @@ class RunFile:
         """Refuse what stages cannot do: what lives from a forward to the backward right after it, or spans layers."""
         plan = self.plan
         for name, goes, instead in (
-            ("plan.boundary", isinstance(plan.boundary, Plain | Checkpoint), '"checkpoint"'),
-            ("plan.boundary.keep_attention", not keeps_attention(plan.boundary), "false"),
             ("plan.activation", isinstance(plan.activation, Plain | Tiled), '"tiled" or "plain"'),
             ("plan.vocab", isinstance(plan.vocab, Blocked), '"blocked"'),
             ("plan.vocab.strategy", getattr(plan.vocab, "strategy", "auto") == "auto", '"auto"'),
-            ("plan.optim", not isinstance(plan.optim, StreamAdamW), '"adam-w" or "apollo"'),
             ("plan.optim.in_backward", not updates_in_backward(plan.optim), "false"),
         ):
             if not goes:
                 raise ValueError(f"`{name}` does not go with `mesh.pp` ({self.mesh.pp}); set it to {instead}.")
-        if self.model.adapter is not None:
-            raise ValueError(f"`model.adapter` does not go with `mesh.pp` ({self.mesh.pp}); leave one of them out.")
 
     def to_toml(self) -> str:
         """Return every setting, defaults included, as a run file."""

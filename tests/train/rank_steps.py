@@ -56,7 +56,7 @@ def train_and_save(run, world):
         run_training(run, folder, Silent(), ProcessMeter(torch.device("cpu")), world)
 
 
-def next_losses(run, world):
+def next_losses(run, world, *, held_out=True):
     """Return the losses of the two steps after the newest checkpoint, and the held-out loss before them."""
 
     class Silent:
@@ -67,5 +67,5 @@ def next_losses(run, world):
         job = build(run, scope.enter_context(Ledger()), scope, world)
         first = _resume(job, follow_run_folder(run.save.dir, resume=True), Silent())
         assert first == 4
-        held_out = evaluate(job.engine, job.eval_batches())
-        return held_out.loss, *(train_step(job, step).loss for step in (4, 5))
+        before = [evaluate(job.engine, job.eval_batches()).loss] if held_out else []
+        return *before, *(train_step(job, step).loss for step in (4, 5))

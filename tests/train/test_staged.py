@@ -94,10 +94,7 @@ def test_a_run_repeats_bit_for_bit_whatever_passes_took(run_of, ranks, tmp_path,
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (
-            [("mesh.pp", 2), ("plan.boundary", {"method": "offload", "host": "1MiB"})],
-            "`plan.boundary` does not go with",
-        ),
+        ([("mesh.pp", 2), ("plan.activation", "bitmap")], "`plan.activation` does not go with"),
         ([("mesh.pp", 2), ("plan.vocab", "plain")], "`plan.vocab` does not go with"),
         ([("mesh.pp", 2), ("mesh.dp", 2)], r"`mesh.pp` \(2\) takes all ranks"),
         ([("plan.pipeline", "v-half")], "`plan.pipeline` has no effect without `mesh.pp`"),

@@ -1,7 +1,7 @@
 """A transformers model and a plan in, the same model with planish's parts in place out; undone on request."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 import torch.distributed as dist
@@ -51,12 +51,14 @@ class Installed:
         restore: The way back, in their order.
         keepers: What keeps activations, by network.
         tiers: Far memory that was taken.
+        end_tape: What to call where layers of one microbatch end and those of another may begin.
     """
 
     replaced: tuple[str, ...]
     restore: tuple[Callable[[], None], ...]
     keepers: Mapping[str, Keeper]
     tiers: tuple[FarTier, ...] = ()
+    end_tape: tuple[Callable[[], None], ...] = ()
 
     def undo(self) -> None:
         """Put every replaced part back, last first."""
@@ -75,6 +77,7 @@ def install(  # noqa: PLR0913 (keyword-only options)
     experts: dist.ProcessGroup | None = None,
     vocab: dist.ProcessGroup | None = None,
     sequence: Circle | None = None,
+    in_flight: int = 1,
 ) -> Installed:
     """Put the plan's methods into `model` through transformers' own seams; any loop or trainer may run it then.
 
@@ -97,6 +100,7 @@ def install(  # noqa: PLR0913 (keyword-only options)
         sequence: Ranks that share rows, in the order of their spans (`shapes.spans`); needs `attention = packed`. The
             model is then called with a span's `input_ids` and `position_ids`, and with `cu_seq_lens_q` of whole rows
             as Python ints; with `labels` of the span each rank's loss is its part of the mean over all.
+        in_flight: Microbatches between forward and backward at once, for which `boundary = offload` takes far memory.
 
     Returns:
         What was replaced, with `undo()`.
@@ -133,7 +137,7 @@ def install(  # noqa: PLR0913 (keyword-only options)
         for part in (
             lambda: install_attention(model, plan.attention, sequence),
             activation,
-            lambda: _boundary(model, plan.boundary, tokens=tokens, label=label, dry=dry),
+            lambda: _boundary(model, plan.boundary, tokens=tokens, in_flight=in_flight, label=label, dry=dry),
             lambda: _dispatch(model, plan.dispatch, seen=seen, dry=dry, shared=shared),
             lambda: _embedding(model, plan.vocab, vocab),
             lambda: _head(model, plan.vocab, vocab, sequence),
@@ -148,6 +152,7 @@ def install(  # noqa: PLR0913 (keyword-only options)
         restore=tuple(each.restore for each in done),
         keepers=keepers,
         tiers=tuple(tier for each in done for tier in each.tiers),
+        end_tape=tuple(each.end_tape for each in done if each.end_tape is not None),
     )
 
 
@@ -188,14 +193,16 @@ def _dispatch(model: PreTrainedModel, method: Dispatch, *, seen: Seen, dry: bool
             assert_never(method)
 
 
-def _boundary(model: PreTrainedModel, method: Boundary, *, tokens: int | None, label: Label, dry: bool) -> Part | None:
+def _boundary(
+    model: PreTrainedModel, method: Boundary, *, tokens: int | None, in_flight: int, label: Label, dry: bool
+) -> Part | None:
     match method:
         case Plain():
             return None
         case Checkpoint():
             return _checkpoint(model, method, label=label)
         case Offload():
-            return _offload(model, method, tokens=tokens, label=label, dry=dry)
+            return _offload(model, method, tokens=tokens, in_flight=in_flight, label=label, dry=dry)
         case _:
             assert_never(method)
 
@@ -230,20 +237,23 @@ def _through(model: PreTrainedModel, wrap: Callable[[int, Run], Run]) -> Callabl
     return restore
 
 
-def _offload(model: PreTrainedModel, method: Offload, *, tokens: int | None, label: Label, dry: bool) -> Part:
+def _offload(
+    model: PreTrainedModel, method: Offload, *, tokens: int | None, in_flight: int, label: Label, dry: bool
+) -> Part:
     if tokens is None:
         raise UsageError("`plan.boundary` = offload needs `tokens`, rows x context of the largest microbatch.")
     anatomy = find(model)
     num_layers = len(anatomy.layers)
     shapes = read_config(model.config.to_dict()).layers if keeps_attention(method) else ()
+    depth = Depth.of(
+        num_boundaries=num_layers,
+        tokens=tokens,
+        width=anatomy.hidden_size,
+        itemsize=model.dtype.itemsize,
+        kept=[each.attention for each in shapes],
+    )
     store = open_store(
-        Depth.of(
-            num_boundaries=num_layers,
-            tokens=tokens,
-            width=anatomy.hidden_size,
-            itemsize=model.dtype.itemsize,
-            kept=[each.attention for each in shapes],
-        ),
+        replace(depth, in_flight=in_flight),
         FarBudget(host_bytes=method.host or 0, disk_bytes=method.disk or 0, folder=method.folder),
         device=model.device,
         every=method.every,
@@ -261,6 +271,7 @@ def _offload(model: PreTrainedModel, method: Offload, *, tokens: int | None, lab
         sentence=f"layers: checkpointed, {far} of {num_layers} inputs wait in far memory",
         restore=restore,
         tiers=store.tiers,
+        end_tape=store.end_tape,
     )
 
 

@@ -13,3 +13,4 @@ class Part:
     sentence: str
     restore: Callable[[], None]
     tiers: tuple[FarTier, ...] = ()
+    end_tape: Callable[[], None] | None = None

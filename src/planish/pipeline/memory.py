@@ -70,6 +70,17 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(peak[Buffer.ACTIVATION] for peak in peak_counts(schedule))
 
 
+def in_flight_of_stages(schedule: Schedule) -> tuple[int, ...]:
+    """Return, for each stage, the largest number of microbatches alive at once."""
+    live, peak = [0] * schedule.num_stages, [0] * schedule.num_stages
+    for rank in range(schedule.num_ranks):
+        for buffer, stage, change in _changes(schedule, rank):
+            if buffer is Buffer.ACTIVATION:
+                live[stage] += change
+                peak[stage] = max(peak[stage], live[stage])
+    return tuple(peak)
+
+
 def peak_bytes(schedule: Schedule, footprint: Footprint) -> tuple[int, ...]:
     """Return the most bytes that each rank holds at once."""
     peaks = []

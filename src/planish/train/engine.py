@@ -12,7 +12,7 @@ from planish.comm.world import ALONE, World
 from planish.data.batch import Batch
 from planish.memory.far import FarTier
 from planish.memory.ledger import Ledger
-from planish.methods import Packed, Plan
+from planish.methods import Offload, Packed, Plan
 from planish.models.anatomy import Anatomy, find
 from planish.models.head import HeadLoss, filter_of, head_loss
 from planish.models.install import install
@@ -21,7 +21,7 @@ from planish.peaks.vocab.filter import GradientFilter
 from planish.train.facts import Facts
 from planish.train.routing import Routing
 from planish.train.spread import Spread
-from planish.train.staged import Staged, divide
+from planish.train.staged import Staged, divide, most_in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +137,12 @@ def build_engine(
         model = load().train()
         anatomy = find(model)
         part = pace = None
+        in_flight = 1
         if world.pipeline is not None:
             part, pace = divide(anatomy, plan, world)
             anatomy = part.anatomy
+            if isinstance(plan.boundary, Offload):
+                in_flight = most_in_flight(pace, world)
         spread = None if world.size == 1 or part is not None else Spread(anatomy, world)
         names, routing = list(anatomy.layers), Routing()
 
@@ -159,6 +162,7 @@ def build_engine(
                 experts=group,
                 vocab=vocab,
                 sequence=world.circle,
+                in_flight=in_flight,
             )
             scope.callback(installed.undo)
         scope.enter_context(ledger.watch(model, head=anatomy.head))
@@ -177,7 +181,9 @@ def build_engine(
         tiers=installed.tiers,
         world=world,
         spread=spread,
-        staged=None if part is None or pace is None else Staged(part, pace, plan, ledger, world),
+        staged=None
+        if part is None or pace is None
+        else Staged(part, pace, plan, ledger, world, end_tape=installed.end_tape),
     )
     if spread is not None:
         spread.bind(engine.local_loss)

@@ -105,13 +105,14 @@ def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def _write(folder: Path, model: PreTrainedModel, groups: Groups | None, *, leads: bool) -> dict[str, str]:
     if adapter_of(model) is not None:
-        return _write_adapter(folder, model, leads=leads)
+        return _write_adapter(folder, [weights_of(model)] if groups is None else groups, leads=leads)
     return _write_weights(folder, model, weight_groups(model) if groups is None else groups, leads=leads)
 
 
-def _write_adapter(folder: Path, model: PreTrainedModel, *, leads: bool) -> dict[str, str]:
-    stored = {name: published_name(name) for name in weights_of(model)}
-    saved = {stored[name]: tensor for name, tensor in weights_of(model).items()}
+def _write_adapter(folder: Path, groups: Groups, *, leads: bool) -> dict[str, str]:
+    weights = {name: tensor for group in groups for name, tensor in group.items()}
+    stored = {name: published_name(name) for name in weights}
+    saved = {stored[name]: tensor for name, tensor in weights.items()}
     _write_file(folder / ADAPTER_WEIGHTS, saved, leads=leads)
     return stored
 

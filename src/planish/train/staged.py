@@ -1,29 +1,33 @@
 """A model that the stages of a pipeline train: built for one rank, asked like a model that is whole."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from planish.comm.world import World
 from planish.data.batch import Batch
+from planish.errors import UsageError
 from planish.memory.book import Phase
 from planish.memory.ledger import Ledger
 from planish.methods import Blocked, Packed, Pipeline, Plain, Plan
 from planish.models.anatomy import Anatomy
 from planish.models.load import text_config
+from planish.models.low_rank import is_adapted
 from planish.models.split import StageView
 from planish.peaks.vocab.inputs import Options
 from planish.peaks.vocab.shard import Shard, ShardedHead
 from planish.pipeline.actions import Action, Kind
-from planish.pipeline.memory import enough_microbatches
+from planish.pipeline.memory import enough_microbatches, in_flight_of_stages
 from planish.pipeline.run.flow import Flow
 from planish.pipeline.run.pace import SPARE, Pace, Pass
 from planish.pipeline.run.runner import Parts, PipelineRun, StageLayers
 from planish.pipeline.workload import Workload
-from planish.train.stages import Cut, cut
+from planish.train.stages import Cut, FarRows, cut
+from planish.train.tensor_files import FarTensor
 
 _PHASES: dict[Kind, Phase] = {
     Kind.IF: "forward",
@@ -55,9 +59,19 @@ class Staged:
         plan: One method per peak.
         ledger: Counts, by the phase of each pass.
         world: The ranks of the pipeline.
+        end_tape: Called behind the last layer of each forward.
     """
 
-    def __init__(self, part: Cut, pace: Pace, plan: Plan, ledger: Ledger, world: World) -> None:
+    def __init__(
+        self,
+        part: Cut,
+        pace: Pace,
+        plan: Plan,
+        ledger: Ledger,
+        world: World,
+        *,
+        end_tape: Sequence[Callable[[], None]] = (),
+    ) -> None:
         assert world.pipeline is not None
         assert isinstance(plan.vocab, Blocked)
         self._part, self._pace, self._ledger, self._world = part, pace, ledger, world
@@ -78,7 +92,7 @@ class Staged:
             assumed=world.assumed,
         )
         parts = Parts(
-            stages=[StageLayers(forward=view, modules=view.modules) for view in views],
+            stages=[StageLayers(forward=_taped(view, end_tape), modules=view.modules) for view in views],
             embedding=Shard(weight=decoder.embedding.weight, **shape),
             padding_idx=decoder.embedding.padding_idx,
             head=ShardedHead(
@@ -128,10 +142,12 @@ class Staged:
         """Return what each rank did in the last step, by rank. Communication: one all-gather."""
         return self._world.gather(self._passes)
 
-    def sharded(self, name: str, tensor: Tensor) -> Tensor:
+    def sharded(self, name: str, tensor: Tensor | FarTensor) -> Tensor | FarTensor:
         """Return what belongs to parameter `name`, of a shared one as a part of all ranks' rows."""
         param = self._part.shared.get(name)
-        return tensor if param is None or param.shape != tensor.shape else self._part.sharded(tensor)
+        if param is None or param.shape != tensor.shape:
+            return tensor
+        return self._part.sharded(tensor) if isinstance(tensor, Tensor) else FarRows(tensor, self._part)
 
     @contextmanager
     def _watch(self, action: Action) -> Iterator[None]:
@@ -150,6 +166,30 @@ class Staged:
             torch.cuda.synchronize()
 
 
+def _taped(view: StageView, end_tape: Sequence[Callable[[], None]]) -> Callable[[Tensor, Any], Tensor]:
+    """Return a stage's forward that ends its tape: what lives until its backward is of one microbatch."""
+
+    def forward(hidden: Tensor, batch: Any) -> Tensor:
+        out = view(hidden, batch)
+        for each in end_tape:
+            each()
+        return out
+
+    return forward
+
+
+def most_in_flight(pace: Pace, world: World) -> int:
+    """Return the most microbatches that a stage of this rank has between forward and backward, however many there are.
+
+    Args:
+        pace: Makes the schedules.
+        world: The ranks of the pipeline.
+    """
+    schedule = pace.schedule(4 * world.size + 9)
+    flying = in_flight_of_stages(schedule)
+    return max(flying[stage] for stage, rank in enumerate(schedule.stage_ranks) if rank == world.rank)
+
+
 def divide(anatomy: Anatomy, plan: Plan, world: World) -> tuple[Cut, Pace]:
     """Return this rank's part of a model, and the pace at which its stages run.
 
@@ -161,8 +201,13 @@ def divide(anatomy: Anatomy, plan: Plan, world: World) -> tuple[Cut, Pace]:
         world: The ranks of the pipeline.
 
     Raises:
-        UsageError: Fewer layers than stages, or a model that stages cannot divide.
+        UsageError: Fewer layers than stages, a model that stages cannot divide, or an adapter on its head.
     """
+    if is_adapted(anatomy.head):
+        raise UsageError(
+            "`mesh.pp` shares the head's rows between ranks and takes no adapter on it; leave the head out of "
+            "`model.adapter.targets`."
+        )
     pipeline = plan.pipeline or Pipeline()
     pace = Pace(pipeline, _work(anatomy, plan), world.size)
     return cut(anatomy, pace.layers, pace.schedule(1).stage_ranks, world), pace

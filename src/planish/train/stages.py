@@ -1,5 +1,6 @@
 """A loaded model cut for one rank of a pipeline: its layers, its rows of the vocabulary, everything else gone."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -13,6 +14,7 @@ from planish.comm.world import World
 from planish.models.anatomy import Anatomy, find
 from planish.models.split import Decoder, keep_layers, keep_rows, open_decoder
 from planish.peaks.vocab.shard import shard_ranges
+from planish.train.tensor_files import FarTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,27 @@ class Cut:
         """The parameters of which every rank has rows, by name."""
         owners = {id(each) for module in (self.decoder.embedding, self.anatomy.head) for each in module.parameters()}
         return {name: each for name, each in self.anatomy.model.named_parameters() if id(each) in owners}
+
+
+class FarRows:
+    """This rank's rows of a tensor that lies elsewhere, as a part of all ranks' rows; see `FarTensor`."""
+
+    def __init__(self, rows: FarTensor, part: Cut) -> None:
+        self.shape = torch.Size((part.vocab_size, *rows.shape[1:]))
+        self.dtype = rows.dtype
+        self._rows, self._part = rows, part
+
+    def stand_in(self) -> Tensor:
+        """Return a tensor without bytes that is shaped and sharded as this one."""
+        return self._part.sharded(self._rows.stand_in())
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Yield the numbers that are here, in order."""
+        return self._rows.pieces()
+
+    def fill(self, numbers: Tensor) -> None:
+        """Take over the numbers that are here."""
+        self._rows.fill(numbers)
 
 
 def cut(anatomy: Anatomy, counts: tuple[int, ...], stage_ranks: tuple[int, ...], world: World) -> Cut:

@@ -98,6 +98,11 @@ class BoundaryStore:
         if leaving is not None:
             leaving.leave()
 
+    def end_tape(self) -> None:
+        """Let the next layer begin a forward of its own, of which nothing so far is a part; see `settle`."""
+        self.settle()
+        self._last = lambda: None
+
     def close(self) -> None:
         """Give far memory back; graphs that still hold boundaries can no longer run backward."""
         self._leaving = None

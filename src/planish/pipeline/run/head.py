@@ -91,6 +91,9 @@ class SharedHead:
         """T: add the shard's gradients, and in Vocab-1 make its share of the hidden state's."""
         tokens, whole = self._known.pop(i)
         weight, bias = self._head.shard.weight, self._head.shard.bias
+        frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
+        if frozen and self._one_barrier:
+            return
         share = t_pass(
             self._head,
             tokens,
