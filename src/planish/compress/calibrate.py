@@ -176,20 +176,26 @@ class _LayerFit:
 
     def see(self, hidden: Tensor, *, held: bool) -> Tensor:
         """Count a batch of hidden states [B, S, D]; return what the layer makes of them."""
+        hidden = hidden + self._attended(hidden, held=held)
+        return hidden + self._fed(self.layer.post_attention_layernorm(hidden), held=held)
+
+    def _attended(self, hidden: Tensor, *, held: bool) -> Tensor:
         around = self.parent.blocks.around_call(self.layer, hidden)
         normed = self.layer.input_layernorm(hidden)
         with _entering(self.attention.o_proj) as seen:
             attended = self.attention(normed, **around)[0]
-        self._see_attention(normed, attended, seen[0], held=held)
-        hidden = hidden + attended
-        normed = self.layer.post_attention_layernorm(hidden)
+        self._see_attention(normed, attended, seen.pop(), held=held)
+        return attended
+
+    def _fed(self, normed: Tensor, *, held: bool) -> Tensor:
         if self.channels is None:
             out = self.ffn(normed)
-        else:
-            with _entering(self.ffn.down_proj) as seen:
-                out = self.ffn(normed)
-        self._see_ffn(normed, out, seen[0], held=held)
-        return hidden + out
+            self._see_ffn(normed, out, None, held=held)
+            return out
+        with _entering(self.ffn.down_proj) as seen:
+            out = self.ffn(normed)
+        self._see_ffn(normed, out, seen.pop(), held=held)
+        return out
 
     def _see_attention(self, normed: Tensor, attended: Tensor, entered: Tensor, *, held: bool) -> None:
         target = attended if self.attention.o_proj.bias is None else attended - self.attention.o_proj.bias
@@ -204,11 +210,11 @@ class _LayerFit:
         if "attention" in self.linear:
             self.linear["attention"].add(normed.flatten(0, 1), target, weight, held=held)
 
-    def _see_ffn(self, normed: Tensor, out: Tensor, entered: Tensor, *, held: bool) -> None:
+    def _see_ffn(self, normed: Tensor, out: Tensor, entered: Tensor | None, *, held: bool) -> None:
         weight = self._weight(out)
         if "ffn" in self.linear:
             self.linear["ffn"].add(normed.flatten(0, 1), out.flatten(0, 1), weight, held=held)
-        if self.channels is not None:
+        if self.channels is not None and entered is not None:
             entered = entered.flatten(0, 1)
             self.channels.add(entered, None, weight, held=held)
             if not held:

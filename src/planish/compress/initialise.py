@@ -65,13 +65,12 @@ def order_by_refit(gram: Tensor, down: Tensor, *, ridge: float, share: float = 0
     References:
         Hassibi and Stork, Optimal Brain Surgeon (1993); Kurtic et al., ZipLM (2023), for whole structures.
     """
-    gram, down = gram.double(), down.double()
-    target = gram @ down.T
-    full = gram.clone()
-    full.diagonal().add_(ridge * gram.diagonal() + 1e-9 * gram.diagonal().mean())
+    full = gram.double() if gram.dtype != torch.float64 else gram.clone()
+    target = full @ down.T.double()
+    full.diagonal().add_(ridge * full.diagonal() + 1e-9 * full.diagonal().mean())
     kept, gone = torch.arange(len(gram), device=down.device), []
     while len(kept):
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(full[kept][:, kept]))
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(full[kept[:, None], kept]))
         cost = (inverse @ target[kept]).square().sum(1) / inverse.diagonal()
         ranked = cost.argsort(stable=True)
         step = max(1, int(len(kept) * share))

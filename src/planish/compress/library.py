@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +148,25 @@ class Library:
             raise WorldFailed(f"block {path} cannot be written: {error_.strerror or error_}.") from error_
         self._blocks[name] = info
         self._checked.add(name)
+
+    def take(self, other: "Library", name: str) -> None:
+        """Have block `name` of another library in this one too; its file is shared where the disk can.
+
+        Raises:
+            UsageError: A block that the other has not.
+            WorldFailed: The disk refuses.
+        """
+        info, path = other.info(name), self._path(name)
+        try:
+            path.unlink(missing_ok=True)
+            try:
+                path.hardlink_to(other._path(name))
+            except OSError:
+                shutil.copyfile(other._path(name), path)
+            _append(self.folder / "blocks.jsonl", json.dumps({"name": name, **encode(info)}))
+        except OSError as error:
+            raise WorldFailed(f"block {path} cannot be written: {error.strerror or error}.") from error
+        self._blocks[name] = info
 
     def read(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of block `name`, its file checked the first time.

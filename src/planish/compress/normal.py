@@ -76,7 +76,7 @@ class Normal:
         """
         gram, cross = self.gram, self.cross
         if keep is not None:
-            gram, cross = gram[keep][:, keep], cross[keep]
+            gram, cross = gram[keep[:, None], keep], cross[keep]
         gram, cross = gram.double(), cross.double()
         pull = ridge * gram.diagonal() + 1e-12 * gram.diagonal().mean() + 1e-300
         cross = cross + pull[:, None] * prior.T.double()
@@ -97,7 +97,7 @@ class Normal:
         """
         gram, cross = self.gram, self.cross
         if keep is not None:
-            gram, cross = gram[keep][:, keep], cross[keep]
+            gram, cross = gram[keep[:, None], keep], cross[keep]
         transposed = matrix.T.double()
         quadratic = float(((gram.double() @ transposed) * transposed).sum())
         linear = float((cross.double() * transposed).sum())

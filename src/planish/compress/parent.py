@@ -28,6 +28,8 @@ class Parent(Protocol):
         device: Where layers are when they are given.
         dtype: Of weights and hidden states.
         generation: How it generates, where that is known.
+        largest_layer_bytes: Weights of its largest layer.
+        ends_bytes: Weights outside of layers.
     """
 
     config: Any
@@ -35,6 +37,12 @@ class Parent(Protocol):
     blocks: Blocks
     device: torch.device
     dtype: torch.dtype
+    largest_layer_bytes: int
+    ends_bytes: int
+
+    def resident(self) -> list[Tensor]:
+        """Return the weights that are in memory all the time."""
+        ...
 
     def space(self, menu: Menu) -> Space:
         """Return what its children may be."""
@@ -69,6 +77,11 @@ class WholeParent:
         self.config, self.generation = model.config, model.generation_config
         self.blocks = Blocks(model.config)
         self.device, self.dtype = model.device, model.dtype
+        self.largest_layer_bytes, self.ends_bytes = _sizes(self._parts, model.dtype)
+
+    def resident(self) -> list[Tensor]:
+        """Return every weight."""
+        return [each.detach() for each in self.model.parameters()]
 
     def space(self, menu: Menu) -> Space:
         """Return what its children may be."""
@@ -118,7 +131,12 @@ class StreamedParent:
         self.blocks = Blocks(self.config)
         said = (folder / "generation_config.json").is_file()
         self.generation = GenerationConfig.from_pretrained(folder, local_files_only=True) if said else None
+        self.largest_layer_bytes, self.ends_bytes = _sizes(self._parts, self.dtype)
         self._check_weights()
+
+    def resident(self) -> list[Tensor]:
+        """Return nothing: layers come and go."""
+        return []
 
     def _check_weights(self) -> None:
         try:
@@ -166,6 +184,13 @@ class StreamedParent:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
+
+
+def _sizes(parts: Parts, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes of the largest layer, and of what is outside of layers."""
+    layers = [sum(each.numel() for each in layer.layer.parameters()) for layer in parts.layers]
+    rest = sum(each.numel() for each in parts.model.parameters()) - sum(layers)
+    return max(layers) * dtype.itemsize, rest * dtype.itemsize
 
 
 def _end_names(parts: Parts) -> dict[str, str]:
