@@ -20,7 +20,15 @@ from planish.methods import (
     Tiled,
     updates_in_backward,
 )
-from planish.sections import DataSection, MemorySection, MeshSection, ModelSection, SaveSection, TrainSection
+from planish.sections import (
+    DataSection,
+    DistilSection,
+    MemorySection,
+    MeshSection,
+    ModelSection,
+    SaveSection,
+    TrainSection,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +42,7 @@ class RunFile:
     mesh: MeshSection = field(default_factory=MeshSection)
     plan: Plan = field(default_factory=Plan)
     save: SaveSection = field(default_factory=SaveSection)
+    distil: DistilSection = field(default_factory=DistilSection)
 
     def __post_init__(self) -> None:
         train, unit = self.train, self.data.context * self.train.grad_accum * self.mesh.readers
@@ -60,6 +69,8 @@ class RunFile:
             )
 
         self._check_sequence()
+        if self.distil.from_ is not None and self.mesh.size > 1:
+            raise ValueError("`distil.from` teaches on one rank; leave `mesh` out.")
         if self.mesh.pp > 1:
             self._check_pipeline()
         elif self.plan.pipeline is not None:

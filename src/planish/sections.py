@@ -175,6 +175,32 @@ class TrainSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DistilSection:
+    """A teacher whose next-token distributions, and hidden states after each layer, the model learns (Puzzle's GKD).
+
+    Attributes:
+        from_: The teacher: a transformers folder or a built-in model, with the model's vocabulary; default: none.
+        kl: Weight of KL(teacher || model) of a token.
+        cosine: Weight of the sum over layers of 1 - cosine of both hidden states; a compressed child of the teacher
+            alone has layers to compare.
+        lm: Weight of the next token's cross-entropy.
+        stream: Reads the teacher's layers from its folder for each microbatch, one in memory at a time.
+    """
+
+    from_: str | None = None
+    kl: float = 1.0
+    cosine: float = 1.0
+    lm: float = 0.0
+    stream: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.kl, self.cosine, self.lm) < 0 or self.kl + self.cosine + self.lm == 0:
+            raise ValueError("`distil.kl`, `distil.cosine` and `distil.lm` must not be negative, and not all 0.")
+        if self.from_ is None and (self.kl, self.cosine, self.lm, self.stream) != (1.0, 1.0, 0.0, False):
+            raise ValueError("`distil` has no effect without a teacher; name one as `distil.from`.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySection:
     """What may be used.
 

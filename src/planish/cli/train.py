@@ -3,13 +3,16 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from planish.cli.options import parse
 from planish.errors import UsageError
 from planish.runfile import RunFile, load
+
+if TYPE_CHECKING:
+    from planish.train.session import Shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +76,17 @@ def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:
         else:
             opened = follow_run_folder(run.save.dir, resume=resume)
         with opened as folder, RunView(quiet=not world.leads) as view:
-            run_training(run, folder, view, meter, world, verdict)
+            run_training(run, folder, view, meter, world, verdict, _shape(run))
             view.note(f"drawn in {folder.report}")
+
+
+def _shape(run: RunFile) -> "Shape":
+    """Return what gives the job a teacher, where the run has one."""
+    if run.distil.from_ is None:
+        return lambda job, _: job
+    from planish.compress.teach import taught
+
+    return taught
 
 
 def _over_ranks(run: RunFile, size: int) -> RunFile:

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from planish.compress.space import (
     Architecture,
@@ -133,13 +132,26 @@ class Blocks:
         return hidden
 
     def around_call(
-        self, layer: ChildLayer, hidden: Tensor, *, cache: DynamicCache | None = None, start: int = 0
+        self,
+        layer: ChildLayer,
+        hidden: Tensor,
+        position_ids: Tensor | None = None,
+        bounds: tuple[int, ...] | None = None,
     ) -> dict[str, Any]:
-        """Return what `layer` takes beside its hidden states [B, S, D], whose first token is number `start`."""
-        position_ids = (torch.arange(hidden.shape[1], device=hidden.device) + start)[None]
-        masks = causal_masks([layer], hidden, None, cache, position_ids)
-        return {
+        """Return what `layer` takes beside its hidden states [B, S, D].
+
+        Args:
+            layer: Any of the family.
+            hidden: Before it.
+            position_ids: [B, S] of packed documents; default: each row is one text from its first token on.
+            bounds: Of packed documents over all tokens, for planish's own attention.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        masks = causal_masks([layer], hidden, None, None, position_ids)
+        found = {
             "attention_mask": masks.get(layer.window),
             "position_ids": position_ids,
             "position_embeddings": self._rotary.to(hidden.device)(hidden, position_ids),
         }
+        return found if bounds is None else found | {"cu_seq_lens_q": bounds}

@@ -44,6 +44,10 @@ class Parent(Protocol):
         """Return the weights that are in memory all the time."""
         ...
 
+    def attend_by(self, name: str) -> None:
+        """Let layers use transformers' attention interface `name`."""
+        ...
+
     def space(self, menu: Menu) -> Space:
         """Return what its children may be."""
         ...
@@ -82,6 +86,11 @@ class WholeParent:
     def resident(self) -> list[Tensor]:
         """Return every weight."""
         return [each.detach() for each in self.model.parameters()]
+
+    def attend_by(self, name: str) -> None:
+        """Let layers use transformers' attention interface `name`."""
+        self.model.set_attn_implementation(name)
+        self.blocks = Blocks(self.model.config)
 
     def space(self, menu: Menu) -> Space:
         """Return what its children may be."""
@@ -137,6 +146,10 @@ class StreamedParent:
     def resident(self) -> list[Tensor]:
         """Return nothing: layers come and go."""
         return []
+
+    def attend_by(self, name: str) -> None:
+        """Let layers use transformers' attention interface `name`."""
+        self.blocks.config._attn_implementation = name
 
     def _check_weights(self) -> None:
         try:

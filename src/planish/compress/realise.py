@@ -1,6 +1,5 @@
 """A library and an architecture in, the child out: a module, or a transformers folder written tensor by tensor."""
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from planish.compress.blocks import config_of
 from planish.compress.library import ENDS, Library, block_name
 from planish.compress.space import Architecture
 from planish.errors import WorldFailed
-from planish.models import child as child_source
 from planish.models.child import model_class
+from planish.models.child_files import save_config
 from planish.train.tensor_files import write_safetensors
 
 _END_NAMES = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
@@ -122,16 +121,10 @@ def write_native(folder: Path, config: Any, generation: Any, tensors: Mapping[st
     Raises:
         WorldFailed: The disk refuses.
     """
-    source = Path(child_source.__file__)
     config.architectures = [model_class(config.parent_type).__name__]
-    config.auto_map = {
-        "AutoConfig": f"{source.stem}.{child_source.Child.__name__}",
-        "AutoModelForCausalLM": f"{source.stem}.{child_source.ChildForCausalLM.__name__}",
-    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        config.save_pretrained(folder)
-        shutil.copyfile(source, folder / source.name)
+        save_config(config, folder)
         if generation is not None:
             generation.save_pretrained(folder)
     except OSError as error:

@@ -8,7 +8,7 @@ The file imports nothing of planish, so that a copy of it beside the weights loa
 import copy
 import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -117,6 +117,8 @@ class _Backbone:
         self.config = config
         layers = [layer_config(config, index) for index in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(ChildLayer(make(each, index), each) for index, each in enumerate(layers))
+        # Called with a layer's number and what came out of it, outside of what a checkpointed layer runs again.
+        self.watch: Callable[[int, Tensor], None] | None = None
         self.post_init()
 
     def _same_attention(self) -> None:
@@ -149,7 +151,7 @@ class _Backbone:
         self._same_attention()
         masks = causal_masks(self.layers, hidden, attention_mask, cache, position_ids)
         position_embeddings = self.rotary_emb(hidden, position_ids)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             hidden = layer(
                 hidden,
                 attention_mask=masks.get(layer.window),
@@ -159,6 +161,8 @@ class _Backbone:
                 use_cache=use_cache,
                 **kwargs,
             )
+            if self.watch is not None:
+                self.watch(index, hidden)
         return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden), cache=cache if use_cache else None)
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from planish.models.adapter import ADAPTER_WEIGHTS, adapter_of, published_name
+from planish.models.child_files import is_child, save_config
 from planish.peaks.optim.int8_weight import Int8Weight
 from planish.train.collect import layer_of
 from planish.train.spread import local, reduced
@@ -64,7 +65,8 @@ def write_model(
     """
     if leads:
         adapter = adapter_of(model)
-        _config_as_saved(model).save_pretrained(folder)
+        config = _config_as_saved(model)
+        save_config(config, folder) if is_child(config) else config.save_pretrained(folder)
         if adapter is not None:
             adapter.save_pretrained(str(folder))
         if model.can_generate():

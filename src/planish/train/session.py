@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -58,6 +58,9 @@ class View(Protocol):
         ...
 
 
+Shape = Callable[[Job, ExitStack], Job]
+
+
 def run_training(
     run: RunFile,
     folder: RunFolder,
@@ -65,6 +68,7 @@ def run_training(
     meter: ProcessMeter,
     world: World = ALONE,
     verdict: Verdict | None = None,
+    shape: Shape = lambda job, _: job,
 ) -> None:
     """Train `run` in `folder`, from its newest intact checkpoint on where the folder is resumed.
 
@@ -75,6 +79,7 @@ def run_training(
         meter: Began before the first tensor.
         world: The ranks that train together; rank 0 writes and shows.
         verdict: Whether it fits, which rank 0 found out where there are several.
+        shape: Changes the job before its first step; what it opens, it closes with the scope.
 
     Raises:
         PlanishError: Each of its kinds, as its exit code says; the last checkpoint is intact.
@@ -89,11 +94,17 @@ def run_training(
             "this processor has no instructions for bf16, whose products then take five to eighty times as long; "
             '`model.dtype = "fp32"` is faster here.'
         )
-    predicted = check_fit(run, view.note) if world.size == 1 else verdict and verdict.tell(view.note)
+    predicted = None
+    if run.distil.from_ is not None:
+        view.note("what a teacher holds is not told beforehand; the budget is kept while running all the same.")
+    elif world.size == 1:
+        predicted = check_fit(run, view.note)
+    elif verdict is not None:
+        predicted = verdict.tell(view.note)
     ledger = Ledger(budget_bytes=run.memory.budget, on_exceed=run.memory.on_exceed)
     with ExitStack() as scope:
         scope.enter_context(counted(ledger, run_device()))
-        job, first_step = _prepare(run, folder, view, ledger, scope, world)
+        job, first_step = _prepare(folder, view, ledger, lambda: shape(build(run, ledger, scope, world), scope))
         stop = scope.enter_context(StopSignal())
         view.begin(job, first_step, meter.baseline_bytes)
         folder.begin(run_toml=run.to_toml(), plan_toml=run.plan.to_toml(), step=first_step - 1)
@@ -106,12 +117,10 @@ def run_training(
             train(job, first_step=first_step, hooks=records.hooks(stop))
 
 
-def _prepare(
-    run: RunFile, folder: RunFolder, view: View, ledger: Ledger, scope: ExitStack, world: World
-) -> tuple[Job, int]:
+def _prepare(folder: RunFolder, view: View, ledger: Ledger, make: Callable[[], Job]) -> tuple[Job, int]:
     """Return the job and its first step; the folder is as it was."""
     try:
-        job = build(run, ledger, scope, world)
+        job = make()
         _check_eval(job)
         return job, _resume(job, folder, view) if folder.resume else 1
     except (BudgetExceeded, torch.OutOfMemoryError) as error:
