@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planish import linear_kl
 from planish.memory.ledger import Ledger
-from planish.peaks.vocab import kl as module
+from planish.peaks.vocab import divergence as module
 from planish.peaks.vocab import reference
 from planish.peaks.vocab.losses import linear_logprob
 from planish.price.vocab import Phases
@@ -153,16 +153,42 @@ def test_inside_a_checkpoint_and_backward_twice(draw_two, divergence, use_reentr
         torch.autograd.grad(again, heads.student.hidden, create_graph=True)
 
 
-def test_a_traced_graph_is_told_what_to_do(draw_two):
-    heads = draw_two(12, 4, 6, 50)
-    with pytest.raises(Exception, match="wrap it"):
-        torch.compile(heads.loss, fullgraph=True, backend="aot_eager")()
-    wrapped, operands = torch.compiler.disable(linear_kl), [each.detach() for each in heads.operands]
+@pytest.mark.parametrize("loss", [{}, {"ce_weight": 0.3, "temperature": 2.0, "reduction": "none"}])
+@pytest.mark.parametrize("divergence", KINDS)
+def test_compiles_whole_for_any_number_of_tokens(draw_two, divergence, loss):
+    def run(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, target):
+        found = linear_kl(
+            hidden, weight, teacher_hidden, teacher_weight, target, bias=bias, teacher_bias=teacher_bias,
+            divergence=divergence, **loss, **HOW,
+        )  # fmt: skip
+        return found.sin().sum()
 
-    def twice(*operands):
-        return 2.0 * wrapped(*operands)
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (12, 33):
+        heads = draw_two(tokens, 4, 6, 50, bias=True, ignored=0.3, teacher_frozen=("weight",))
+        operands = (*heads.operands[:2], heads.student.bias, *heads.operands[2:], heads.teacher.bias)
+        ours, eager = (each(*operands, heads.student.target) for each in (compiled, run))
+        torch.testing.assert_close(ours, eager)
+        mine, others = (torch.autograd.grad(each, heads.leaves) for each in (ours, eager))
+        torch.testing.assert_close(mine, others)
 
-    torch.testing.assert_close(torch.compile(twice, backend="aot_eager")(*operands), twice(*operands))
+
+@pytest.mark.parametrize("divergence", KINDS)
+def test_compiled_operators_are_declared_truthfully(draw_two, divergence):
+    heads = draw_two(9, 4, 6, 50, dtype=torch.float32, bias=True, ignored=0.3, teacher_frozen=())
+    heads.loss()
+    operands = (*heads.operands[:2], heads.student.bias, *heads.operands[2:], heads.teacher.bias, heads.student.target)
+    for temperature, hard in ((1.0, False), (2.0, True)):
+        how = (torch.float32, torch.float32, divergence, temperature, 0.5, hard, -100, None, 1.0, None, 1.0, 3.0)
+        torch.library.opcheck(torch.ops.planish.divergence_statistics, (*operands, *how))
+
+
+def test_a_compiled_student_alone_is_trained(draw_two):
+    heads = draw_two(9, 4, 6, 50, frozen=("weight",))
+    compiled = torch.compile(heads.loss, fullgraph=True, backend="aot_eager")
+    mine, others = (torch.autograd.grad(each(), heads.student.hidden)[0] for each in (compiled, heads.loss))
+    torch.testing.assert_close(mine, others)
 
 
 @pytest.mark.parametrize("divergence", KINDS)
@@ -230,8 +256,8 @@ def test_low_precision_is_within_twice_full_logits(draw_two, with_instructions, 
 
 def test_an_lse_is_what_either_head_has_alone(draw_two, monkeypatch):
     heads, found = draw_two(60, 8, 12, 2500, dtype=torch.float32, ignored=0.3), {}
-    statistics = module._statistics
-    monkeypatch.setattr(module, "_statistics", lambda *args: found.setdefault("all", statistics(*args)))
+    statistics = module.pair_statistics
+    monkeypatch.setattr(module, "pair_statistics", lambda *args: found.setdefault("all", statistics(*args)))
     heads.loss(tile_bytes=2**18)
     for name, each in (("lse", heads.student), ("teacher_lse", heads.teacher)):
         alone = linear_logprob(each.hidden, each.weight, heads.student.target, want=("lse",)).lse

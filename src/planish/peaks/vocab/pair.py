@@ -61,6 +61,11 @@ class Operands:
         hidden, weight, bias = tensors
         return cls(hidden=hidden, weight=weight, bias=bias)
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden, weight and bias."""
+        return self.hidden, self.weight, self.bias
+
     def tiles(self, task: Task, work: Workspace, target: Tensor) -> Tiles:
         """Return them with their working buffers."""
         bias = None if self.bias is None else self.bias.to(work.rows.dtype)
