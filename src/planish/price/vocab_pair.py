@@ -21,6 +21,7 @@ from planish.price.vocab import (
 Divergence = Literal["forward", "reverse", "jensen-shannon"]
 Side = Literal["student", "teacher"]
 PairPass = Literal["statistics", "student", "teacher"]
+SIDES: tuple[Side, Side] = ("student", "teacher")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,6 +200,31 @@ def plan_pass(party: Party, mode: Mode, which: Which, *, tile_bytes: int) -> Rin
     return replace(plan, tiles=sweep_pass(head, narrow=False, bias="bias" in head.grads, tile_bytes=left))
 
 
+def plan_rows(rows: Sequence[int], row: Buffers, sums: Buffers, *, tile_bytes: int) -> RingPass:
+    """Return the pieces in which several matrices' rows go round together, tokens at home, without the tiles.
+
+    Slots take half of `tile_bytes` at most, or PIECE_STEP rows each.
+
+    Args:
+        rows: Rows of the vocabulary on each rank.
+        row: What travels of one row.
+        sums: What comes home of it.
+        tile_bytes: Of pieces and tiles together.
+    """
+    most = tile_bytes // (2 * (2 * total_bytes(row) + 3 * total_bytes(sums)))
+    step = _even_step(max(rows), max(PIECE_STEP, most - most % PIECE_STEP))
+    lengths = [_cut(each, step) for each in rows]
+    rounds, longest = max(map(len, lengths)), max((max(each, default=0) for each in lengths), default=0)
+    return RingPass(
+        lengths=tuple((*each, *[0] * (rounds - len(each))) for each in lengths),
+        travelling=_repeated(row, longest),
+        summed=_repeated(sums, longest),
+        num_slots=2,
+        num_sums=3 if sums else 0,
+        tiles=None,
+    )
+
+
 def _whole_blocks(rows: int, blocks: int) -> tuple[int, ...]:
     return tuple(stop - start for _, start, stop in block_ranges(rows, blocks)) if rows else ()
 

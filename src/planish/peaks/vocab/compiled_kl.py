@@ -5,34 +5,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planish.peaks.vocab.divergence import pair_gradients, pair_statistics, plan_pair
+from planish.peaks.vocab.divergence import Comparison, pair_gradients, pair_statistics, plan_pair
 from planish.peaks.vocab.inputs import Options
 from planish.peaks.vocab.pair import Operands, PairTask
-from planish.price.vocab_pair import Divergence
 
 _FOUND = ("kl", "nll", "lse", "teacher_lse", "hard_lse", "own", "teacher_own")
 _OPERANDS = ("hidden", "weight", "bias", "teacher_hidden", "teacher_weight", "teacher_bias")
 
 
-def each_token(
-    sides: tuple[Operands, ...],
-    target: Tensor,
-    options: tuple[Options, Options],
-    *,
-    divergence: Divergence,
-    temperature: float,
-    beta: float,
-    hard: bool,
-    compute: tuple[torch.dtype, ...],
-) -> tuple[Tensor, Tensor | None]:
+def each_token(given: Comparison) -> tuple[Tensor, Tensor | None]:
     """Return divergence and, where it is wanted, cross-entropy of each token, [T], from one operator of the graph."""
-    student, teacher = options
+    student, teacher = given.options
     how = (
-        *(*compute, divergence, temperature, beta, hard, student.ignore_index, student.tile_bytes),
+        *(*given.compute, given.divergence, given.temperature, given.beta, given.hard),
+        *(student.ignore_index, student.tile_bytes),
         *(student.logit_scale, student.softcap, teacher.logit_scale, teacher.softcap),
     )
-    kl, nll, *_ = divergence_statistics(*sides[0].tensors, *sides[1].tensors, target, *how)
-    return kl, nll if hard else None
+    kl, nll, *_ = divergence_statistics(*given.operands, *how)
+    return kl, nll if given.hard else None
 
 
 @torch.library.custom_op("planish::divergence_statistics", mutates_args=())
@@ -163,15 +153,16 @@ def _task(tensors: list[Tensor | None], target: Tensor, how: tuple[Any, ...], *,
     his = Options(ignore_index=ignore_index, logit_scale=teacher_logit_scale, softcap=teacher_softcap)
     names = wanted.split()
     own = frozenset(name for name in names if not name.startswith("teacher_"))
-    return plan_pair(
-        Operands.of(tensors[:3]),
-        Operands.of(tensors[3:]),
-        target,
-        (options, his),
+    given = Comparison(
+        sides=(Operands.of(tensors[:3]), Operands.of(tensors[3:])),
+        target=target,
+        options=(options, his),
+        compute=(compute, teacher_compute),
         divergence=divergence,
         temperature=temperature,
         beta=beta,
         hard=hard,
-        grads=(own, frozenset(name.removeprefix("teacher_") for name in names if name.startswith("teacher_"))),
-        compute=(compute, teacher_compute),
+    )
+    return plan_pair(
+        given, (own, frozenset(name.removeprefix("teacher_") for name in names if name.startswith("teacher_")))
     )

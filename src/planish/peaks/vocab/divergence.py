@@ -1,70 +1,97 @@
 """Two heads compared tile by tile: one comparison planned, its statistics, its gradients, and autograd's node."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from planish.peaks.vocab.blocked import refuse_second_derivatives
-from planish.peaks.vocab.inputs import DEFAULT_TILE_BYTES, Options, count_valid, describe, warn_if_above
+from planish.peaks.vocab.inputs import DEFAULT_TILE_BYTES, Options, count_valid, describe, needing, warn_if_above
 from planish.peaks.vocab.pair import Operands, PairSweep, PairTask, PairTiles
 from planish.peaks.vocab.task import Task
-from planish.price.vocab_pair import Divergence, Pair, Side, choose_pair_tiling
+from planish.price.vocab_pair import SIDES, Divergence, Pair, Side, choose_pair_tiling
 
 
-def plan_pair(  # noqa: PLR0913
-    student: Operands,
-    teacher: Operands,
-    target: Tensor,
-    options: tuple[Options, Options],
-    *,
-    divergence: Divergence,
-    temperature: float,
-    beta: float,
-    hard: bool,
-    grads: tuple[frozenset[str], frozenset[str]],
-    compute: tuple[torch.dtype, torch.dtype],
-) -> PairTask:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What is compared, checked.
+
+    Attributes:
+        sides: The student's tensors and the teacher's.
+        target: Class of each token, [T] of int64.
+        options: How the student's logits are made, and the teacher's.
+        compute: Dtypes of both sides' products.
+        divergence: Which.
+        temperature: Divides both sides' logits.
+        beta: Share of the teacher in the mixture.
+        hard: Whether the cross-entropy is wanted too.
+    """
+
+    sides: tuple[Operands, Operands]
+    target: Tensor
+    options: tuple[Options, Options]
+    compute: tuple[torch.dtype, torch.dtype]
+    divergence: Divergence
+    temperature: float
+    beta: float
+    hard: bool
+
+    @property
+    def operands(self) -> tuple[Tensor | None, ...]:
+        """Both sides' tensors and the target."""
+        return *self.sides[0].tensors, *self.sides[1].tensors, self.target
+
+    @property
+    def grads(self) -> tuple[frozenset[str], frozenset[str]]:
+        """What needs gradients now, of the student and of the teacher."""
+        student, teacher = (needing(hidden=each.hidden, weight=each.weight, bias=each.bias) for each in self.sides)
+        return student, teacher
+
+    def pair(self, grads: tuple[frozenset[str], frozenset[str]]) -> Pair:
+        """Return sizes and dtypes, with these gradients.
+
+        Raises:
+            TypeError: One side in float64 alone.
+        """
+        student, teacher = (
+            describe(*side.tensors, how, compute=compute, wanted=frozenset({"lse"}), grads=wanted)
+            for side, how, compute, wanted in zip(self.sides, self.options, self.compute, grads, strict=True)
+        )
+        if student.wide_dtype != teacher.wide_dtype:
+            raise TypeError(
+                f"`hidden` and `teacher_hidden` must both be float64 or neither, got {student.compute_dtype} and "
+                f"{teacher.compute_dtype}."
+            )
+        apart = self.hard and self.temperature != 1.0
+        return Pair(student=student, teacher=teacher, divergence=self.divergence, hard=self.hard, apart=apart)
+
+
+def plan_pair(given: Comparison, grads: tuple[frozenset[str], frozenset[str]]) -> PairTask:
     """Return one comparison with a tiling for the gradients that are wanted, of the student and of the teacher."""
-    own, vocab_size = options[0], len(student.weight)
+    (student, teacher), own = given.sides, given.options[0]
+    vocab_size = len(student.weight)
     if len(teacher.weight) != vocab_size:
         raise ValueError(
             f"`teacher_weight` must have the {vocab_size} rows of `weight`, one vocabulary, got {len(teacher.weight)}."
         )
-    heads = [
-        describe(
-            side.hidden,
-            side.weight,
-            side.bias,
-            how,
-            compute=products,
-            wanted=frozenset({"lse"}),
-            grads=wanted,
-        )
-        for side, how, wanted, products in zip((student, teacher), options, grads, compute, strict=True)
-    ]
-    if heads[0].wide_dtype != heads[1].wide_dtype:
-        raise TypeError(
-            f"`hidden` and `teacher_hidden` must both be float64 or neither, got {heads[0].compute_dtype} and "
-            f"{heads[1].compute_dtype}."
-        )
-    pair = Pair(student=heads[0], teacher=heads[1], divergence=divergence, hard=hard, apart=hard and temperature != 1.0)
+    pair = given.pair(grads)
     tile_bytes = DEFAULT_TILE_BYTES if own.tile_bytes is None else own.tile_bytes
     tiling = choose_pair_tiling(pair, tile_bytes=tile_bytes)
-    warn_if_above(pair.workspace_bytes(tiling), tile_bytes, stacklevel=4)
-    num_valid = count_valid(target, ignore_index=own.ignore_index, vocab_size=vocab_size, num_valid=own.num_valid)
+    warn_if_above(pair.workspace_bytes(tiling), tile_bytes, stacklevel=5)
+    num_valid = count_valid(given.target, ignore_index=own.ignore_index, vocab_size=vocab_size, num_valid=own.num_valid)
     tasks = [
         Task(
-            head=head,
+            head=pair.head(side),
             tiling=tiling,
             ignore_index=own.ignore_index,
             num_valid=num_valid,
             logit_scale=how.logit_scale,
             softcap=how.softcap,
         )
-        for head, how in zip(heads, options, strict=True)
+        for side, how in zip(SIDES, given.options, strict=True)
     ]
-    return PairTask(pair=pair, student=tasks[0], teacher=tasks[1], temperature=temperature, beta=beta)
+    return PairTask(pair=pair, student=tasks[0], teacher=tasks[1], temperature=given.temperature, beta=given.beta)
 
 
 class PairDivergence(torch.autograd.Function):

@@ -1,16 +1,21 @@
 """Distillation over a whole vocabulary: two heads in, how far their distributions lie apart out; no logits."""
 
 import math
+from collections.abc import Callable
 from typing import get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from planish.comm.ring import Circle
 from planish.peaks.vocab import compiled_kl
-from planish.peaks.vocab.divergence import PairDivergence, plan_pair
-from planish.peaks.vocab.inputs import LogitsDtype, Options, check, compute_dtype, needing
+from planish.peaks.vocab.divergence import Comparison, PairDivergence, plan_pair
+from planish.peaks.vocab.inputs import LogitsDtype, Options, check, compute_dtype
 from planish.peaks.vocab.pair import Operands
 from planish.peaks.vocab.reduction import Reduction, check_reduction, reduce
+from planish.peaks.vocab.ring_call import local_rows
+from planish.peaks.vocab.ring_kl import ring_divergences
 from planish.price.vocab_pair import Divergence
 
 
@@ -37,6 +42,7 @@ def linear_kl(  # noqa: PLR0913
     logits_dtype: LogitsDtype = "auto",
     tile_bytes: int | None = None,
     num_valid: int | None = None,
+    group: dist.ProcessGroup | Circle | None = None,
 ) -> Tensor:
     """Return how far a student's next-token distribution is from a teacher's, and forms neither's logits.
 
@@ -52,6 +58,10 @@ def linear_kl(  # noqa: PLR0913
     Memory: `planish.price.vocab_pair.kl_phases` gives it to the byte: both sides' working buffers together within
         `tile_bytes`, 4 bytes a token for each number that is kept of it, and in backward what "recompute" of
         `linear_cross_entropy` takes, for the teacher too where one of its tensors needs a gradient.
+        With `group` pieces of both weights and tiles stay within `tile_bytes` together, and a narrower hidden state's
+        gradient grows in float32.
+    Communication: none; with `group` `planish.price.vocab_ring_pair.sent_bytes`: the rows of others forward (twice for
+        the mixture), and in backward, for each side that needs gradients, those and the gradients of its rows.
     Exactness: equal to full logits up to the order of summation; equal heads are exactly 0 apart, and nothing is below
         0. A class that the second of the compared excludes (-inf) and the first does not counts as the largest number.
 
@@ -77,6 +87,9 @@ def linear_kl(  # noqa: PLR0913
         logits_dtype: See `linear_cross_entropy`.
         tile_bytes: Bytes of all working buffers together; None is 60 MiB.
         num_valid: Number of targets that are not ignored, where it is known; it is then not read from a GPU.
+        group: Ranks that share the vocabulary as in `ring_linear_cross_entropy`, each with tokens of its own: weights
+            and biases are then this rank's rows, cut as `torch.chunk` does, or DTensors that `group` shards so. Every
+            rank calls it and goes backward, or none does.
 
     Returns:
         The loss in float32 (float64 for float64).
@@ -100,47 +113,64 @@ def linear_kl(  # noqa: PLR0913
     """
     check_reduction(reduction, divisor)
     _check_settings(divergence, beta, temperature, ce_weight, target)
-    options = Options(
-        ignore_index=ignore_index,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        logits_dtype=logits_dtype,
-        tile_bytes=tile_bytes,
-        strategy="recompute",
-        num_valid=num_valid,
-    )
-    teacher_options = Options(
-        ignore_index=ignore_index, logit_scale=teacher_logit_scale, softcap=teacher_softcap, logits_dtype=logits_dtype
-    )
-    shape = hidden.shape[:-1]
-    classes = torch.zeros(shape, dtype=torch.long, device=weight.device) if target is None else target
-    check(hidden, weight, classes, bias)
-    check(teacher_hidden, teacher_weight, classes, teacher_bias, name="teacher_weight", prefix="teacher_")
-    sides = tuple(
-        Operands(hidden=each.reshape(-1, each.shape[-1]), weight=head, bias=its_bias)
-        for each, head, its_bias in ((hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias))
-    )
-    flat = classes.reshape(-1).long()
-    how = {
-        "divergence": divergence,
-        "temperature": temperature,
-        "beta": 0.5 if beta is None else beta,
-        "hard": ce_weight > 0,
-        "compute": tuple(compute_dtype(each.hidden, each.weight, logits_dtype=logits_dtype) for each in sides),
-    }
-    if torch.compiler.is_compiling():
-        kl, nll = compiled_kl.each_token(sides, flat, (options, teacher_options), **how)
-        valid = (flat != ignore_index).sum().clamp(min=1)
-    else:
-        grads = tuple(needing(hidden=each.hidden, weight=each.weight, bias=each.bias) for each in sides)
-        task = plan_pair(*sides, flat, (options, teacher_options), **how, grads=grads)
-        with torch.autocast(hidden.device.type, enabled=False):
-            kl, nll = PairDivergence.apply(*sides[0].tensors, *sides[1].tensors, flat, task)
-        valid = max(1, task.student.num_valid)
+    circle = None if group is None else (group if isinstance(group, Circle) else Circle.of(group)).beside(hidden)
+
+    def read() -> Comparison:
+        rows = [
+            each if each is None or circle is None else local_rows(each, circle, name)
+            for name, each in (
+                ("weight", weight),
+                ("bias", bias),
+                ("teacher_weight", teacher_weight),
+                ("teacher_bias", teacher_bias),
+            )
+        ]
+        options = (
+            Options(
+                ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, logits_dtype=logits_dtype,
+                tile_bytes=tile_bytes, strategy="recompute", num_valid=num_valid,
+            ),
+            Options(
+                ignore_index=ignore_index, logit_scale=teacher_logit_scale, softcap=teacher_softcap,
+                logits_dtype=logits_dtype,
+            ),
+        )  # fmt: skip
+        classes = hidden.new_zeros(hidden.shape[:-1], dtype=torch.long) if target is None else target
+        shard = circle is not None and circle.size > 1
+        check(hidden, rows[0], classes, rows[1], shard=shard)
+        check(teacher_hidden, rows[2], classes, rows[3], name="teacher_weight", prefix="teacher_", shard=shard)
+        sides = (
+            Operands(hidden=hidden.reshape(-1, hidden.shape[-1]), weight=rows[0], bias=rows[1]),
+            Operands(hidden=teacher_hidden.reshape(-1, teacher_hidden.shape[-1]), weight=rows[2], bias=rows[3]),
+        )
+        student, teacher = (compute_dtype(each.hidden, each.weight, logits_dtype=logits_dtype) for each in sides)
+        return Comparison(
+            sides=sides, target=classes.reshape(-1).long(), options=options, compute=(student, teacher),
+            divergence=divergence, temperature=temperature, beta=0.5 if beta is None else beta, hard=ce_weight > 0,
+        )  # fmt: skip
+
+    kl, nll, valid = _each_token(read, circle, ignore_index=ignore_index)
     losses = kl if nll is None else torch.add(kl, nll, alpha=ce_weight)
     if reduction == "none":
-        return losses.reshape(shape)
+        return losses.reshape(hidden.shape[:-1])
     return reduce(losses.sum(), reduction, valid if divisor is None else divisor)
+
+
+def _each_token(
+    read: Callable[[], Comparison], circle: Circle | None, *, ignore_index: int
+) -> tuple[Tensor, Tensor | None, int | Tensor]:
+    """Return divergence and, where it is wanted, cross-entropy of each token, [T], and how many are not ignored."""
+    if circle is not None and circle.size > 1:
+        kl, nll, num_valid = ring_divergences(circle, read, ignore_index=ignore_index)
+        return kl, nll, max(1, num_valid)
+    given = read()
+    if torch.compiler.is_compiling():
+        kl, nll = compiled_kl.each_token(given)
+        return kl, nll, (given.target != ignore_index).sum().clamp(min=1)
+    task = plan_pair(given, given.grads)
+    with torch.autocast(given.target.device.type, enabled=False):
+        kl, nll = PairDivergence.apply(*given.operands, task)
+    return kl, nll, max(1, task.student.num_valid)
 
 
 def _check_settings(

@@ -113,6 +113,16 @@ class PairTiles:
 
     def scan(self, group: slice) -> dict[str, Tensor]:
         """Return the divergence, both lse, and what else is needed of each token of `group`."""
+        pair = self.task.pair
+        rows, found, target_logit = self.look(group)
+        if target_logit is not None:
+            found["nll"] = found[pair.hard_lse] - target_logit
+        if pair.mixed:
+            found |= self._mix(rows, found)
+        return found
+
+    def look(self, group: slice) -> tuple[list[Tensor], dict[str, Tensor], Tensor | None]:
+        """Return both sides' hidden states, what one pass over the tiles says of each token, and its target's logit."""
         pair, count = self.task.pair, group.stop - group.start
         rows = [side.load(group) for side in (self.student, self.teacher)]
         target_logit = self.shared.spare.new_zeros(count) if pair.hard else None
@@ -121,12 +131,7 @@ class PairTiles:
             if target_logit is not None:
                 target_logit.add_(pick(tiles[0], self.student.local_target(group, columns)))
             self._fold(tiles, block)
-        found = self._combine(count)
-        if target_logit is not None:
-            found["nll"] = found[pair.hard_lse] - target_logit
-        if pair.mixed:
-            found |= self._mix(rows, found)
-        return found
+        return rows, self._combine(count), target_logit
 
     def _logits(self, rows: list[Tensor], columns: slice, count: int) -> tuple[Tensor, Tensor]:
         """Return a tile of each side's logits, before the temperature."""
@@ -199,6 +204,12 @@ class PairTiles:
 
     def _mix(self, rows: list[Tensor], found: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the divergences of both sides from their mixture, and their weighted sum."""
+        own, teachers = self.from_mixture(rows, found)
+        kl = torch.lerp(own, teachers, self.task.beta).clamp_(min=0.0)
+        return {"kl": kl, "own": own, "teacher_own": teachers}
+
+    def from_mixture(self, rows: list[Tensor], found: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return what these classes add to the divergences of both sides from their mixture."""
         count = len(found["lse"])
         own = (found["lse"] + found["teacher_lse"]).mul_(0.0)  # NaN where a side is not finite
         teachers = own.clone()
@@ -211,8 +222,7 @@ class PairTiles:
                 for log_p, total in ((s, own), (t, teachers)):
                     apart = _difference(log_p, mixture, out=self.shared.spare)
                     total[span].add_(log_p.exp_().mul_(apart).sum(-1))
-        kl = torch.lerp(own, teachers, self.task.beta).clamp_(min=0.0)
-        return {"kl": kl, "own": own, "teacher_own": teachers}
+        return own, teachers
 
     def logprob(self, work: Workspace, logits: Tensor, lse: Tensor) -> Tensor:
         """Return log-probabilities, in the strip of `work`."""

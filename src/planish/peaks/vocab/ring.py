@@ -23,14 +23,13 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from planish.comm.ring import Circle
 from planish.peaks.vocab.blocked import Objective
 from planish.peaks.vocab.inputs import DEFAULT_TILE_BYTES, LogitsDtype, Options, check, compute_dtype
 from planish.peaks.vocab.losses import linear_cross_entropy, objective_of
 from planish.peaks.vocab.reduction import Reduction, reduce
-from planish.peaks.vocab.ring_call import Agreed, Brought, agree, read_classes
+from planish.peaks.vocab.ring_call import Agreed, Brought, agree, local_rows, read_classes
 from planish.peaks.vocab.ring_meet import combine
 from planish.peaks.vocab.ring_modes import Operands, Ring, gradients, statistics
 from planish.peaks.vocab.task import Task
@@ -116,9 +115,9 @@ def ring_linear_cross_entropy(  # noqa: PLR0913
     if circle.size == 1:
         return linear_cross_entropy(
             hidden,
-            _local(weight_shard, circle),
+            local_rows(weight_shard, circle),
             target,
-            bias=None if bias is None else _local(bias, circle),
+            bias=None if bias is None else local_rows(bias, circle),
             ignore_index=ignore_index,
             reduction=reduction,
             divisor=divisor,
@@ -142,7 +141,7 @@ def ring_linear_cross_entropy(  # noqa: PLR0913
             strategy="recompute",
             num_valid=num_valid,
         )
-        shards = _local(weight_shard, circle), None if bias is None else _local(bias, circle)
+        shards = local_rows(weight_shard, circle), None if bias is None else local_rows(bias, circle)
         return _Own.read(hidden, *shards, target, options, objective, mode)
 
     call, operands, objective = _agreed(circle, read, vocab_size=vocab_size, ignore_index=ignore_index)
@@ -348,32 +347,6 @@ class _Ring(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             found = gradients(ring, mode, call.slopes(ring, lse, upstream))
         return *found, None, None
-
-
-def _local(tensor: Tensor, circle: Circle) -> Tensor:
-    """Return this rank's rows of a distributed tensor, and any other as it is.
-
-    Raises:
-        ValueError: It is not the ranks of `group` that share its rows.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    mesh, placements = tensor.device_mesh, tensor.placements
-    shared = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
-    by_rows = all(placements[axis] == Shard(0) for axis in shared)
-    if not by_rows or len(shared) > 1 or (shared and not _is_of(mesh.get_group(shared[0]), circle)):
-        raise ValueError(
-            f"`weight_shard` is a DTensor with placements {placements} on a mesh of {list(mesh.shape)}; its rows must "
-            f"be cut (`Shard(0)`) over the {circle.size} ranks of `group` and over no others: redistribute it first."
-        )
-    if not shared and circle.size > 1:
-        raise ValueError("`weight_shard` is a DTensor that every rank holds whole; give each rank its own rows.")
-    return tensor.to_local()
-
-
-def _is_of(group: dist.ProcessGroup, circle: Circle) -> bool:
-    ranks = dist.get_process_group_ranks
-    return circle.group is None or ranks(group) == ranks(circle.group)
 
 
 def _name(dtype: torch.dtype) -> str:

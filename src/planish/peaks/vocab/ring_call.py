@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from planish.comm.ring import Circle
 from planish.peaks.vocab.shard import shard_ranges
@@ -121,6 +122,32 @@ def read_classes(classes: Tensor, *, ignore_index: int, num_valid: int | None) -
             f"`num_valid` must be the number of targets that are not ignored, {found[0]}, got {num_valid}."
         )
     return found[0], found[1], found[2]
+
+
+def local_rows(tensor: Tensor, circle: Circle, name: str = "weight_shard") -> Tensor:
+    """Return this rank's rows of a distributed tensor, and any other as it is.
+
+    Raises:
+        ValueError: It is not the ranks of `group` that share its rows.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shared = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    by_rows = all(placements[axis] == Shard(0) for axis in shared)
+    if not by_rows or len(shared) > 1 or (shared and not _is_of(mesh.get_group(shared[0]), circle)):
+        raise ValueError(
+            f"`{name}` is a DTensor with placements {placements} on a mesh of {list(mesh.shape)}; its rows must "
+            f"be cut (`Shard(0)`) over the {circle.size} ranks of `group` and over no others: redistribute it first."
+        )
+    if not shared and circle.size > 1:
+        raise ValueError(f"`{name}` is a DTensor that every rank holds whole; give each rank its own rows.")
+    return tensor.to_local()
+
+
+def _is_of(group: dist.ProcessGroup, circle: Circle) -> bool:
+    ranks = dist.get_process_group_ranks
+    return circle.group is None or ranks(group) == ranks(circle.group)
 
 
 def _gather_numbers(circle: Circle, own: list[int]) -> list[list[int]]:

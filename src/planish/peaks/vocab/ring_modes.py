@@ -25,9 +25,10 @@ from planish.peaks.vocab.ring_meet import (
     with_rows,
     with_tokens,
 )
+from planish.peaks.vocab.ring_rows import to_tokens
 from planish.peaks.vocab.task import Task
 from planish.peaks.vocab.tiles import Tiles
-from planish.price.vocab import STRIP, Buffers
+from planish.price.vocab import Buffers
 from planish.price.vocab_ring import Mode, Party, RingPass, Which, plan_pass, starts
 
 
@@ -143,13 +144,7 @@ class Ring:
 
     def to_tokens(self, total: Tensor | None) -> Tensor | None:
         """Return the gradient of the valid tokens as that of all, [T, D] in hidden's dtype, 0 where ignored."""
-        hidden, index = self.operands.hidden, self.task.index
-        if total is None or index is None:
-            return None if total is None else total.to(hidden.dtype)
-        found, step = torch.zeros_like(hidden), max(1, STRIP // hidden.shape[1])
-        for some, rows in zip(index.split(step), total.split(step), strict=True):
-            found.index_copy_(0, some, rows.to(hidden.dtype))
-        return found
+        return None if total is None else to_tokens(total, self.task.index, self.operands.hidden)
 
     def row_sums(self) -> dict[str, Tensor]:
         """Return zeros for the gradients of this rank's rows that are wanted."""

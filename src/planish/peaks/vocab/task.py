@@ -39,7 +39,7 @@ class Task:
 
     def indexed(self, target: Tensor) -> Self:
         """Return the task with the positions of the valid tokens of `target` looked up."""
-        if self.num_valid == len(target):
+        if self.num_valid == len(target) or self.index is not None:
             return self
         valid = target != self.ignore_index
         index = torch.nonzero_static(valid if valid.dim() == 1 else valid.any(1), size=self.num_valid).squeeze(1)
