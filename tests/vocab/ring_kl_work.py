@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from planish import linear_kl
+from planish import linear_kl, linear_logprob, linear_topk_kl
 from planish.comm.ring import Circle
 from planish.memory.ledger import Ledger
 from planish.peaks.vocab.shard import shard_ranges
@@ -119,3 +119,35 @@ def weigh(group, *, tokens, settings, **problem):
             found.backward()
     peaks = (ledger.peak_bytes["head"] - before, ledger.peak_bytes["backward"] - before)
     return peaks, (forward, sum(sent) - forward)
+
+
+def best(leaves, target, count):
+    """Return a drawn teacher's best classes and their log-probabilities, [T, K]; none of tokens that are ignored."""
+    generator = torch.Generator().manual_seed(len(target))
+    logits = torch.randn(len(target), leaves["vocab"], generator=generator, dtype=torch.float64)
+    found = logits.log_softmax(-1).topk(count)
+    classes = found.indices.masked_fill((target == -100).unsqueeze(1), -100)
+    if len(classes) > 1:
+        classes[1, 1:] = -100
+    return classes, found.values
+
+
+def topk(group, *, tokens, count, settings, **problem):
+    """Return this rank's loss from a teacher's best classes, and gradients by name."""
+    leaves, target = own_part(group, tokens, **problem)
+    classes, logprobs = best(problem, target, count)
+    found = linear_topk_kl(
+        leaves["hidden"], leaves["weight"], classes, logprobs, bias=leaves.get("bias"), group=group, **settings
+    )
+    wanted = [name for name in ("hidden", "weight", "bias") if name in leaves]
+    grads = torch.autograd.grad(found, [leaves[name] for name in wanted])
+    return plain(found), {name: plain(each) for name, each in zip(wanted, grads, strict=True)}
+
+
+def logprob(group, *, tokens, settings, **problem):
+    """Return this rank's nll and lse, and the gradients of a sum of both."""
+    leaves, target = own_part(group, tokens, **problem)
+    found = linear_logprob(leaves["hidden"], leaves["weight"], target, group=group, want=("nll", "lse"), **settings)
+    total = (found.nll * torch.arange(1, 1 + len(target)) + 0.5 * found.lse.square()).sum()
+    grads = torch.autograd.grad(total, [leaves["hidden"], leaves["weight"]])
+    return plain(found.nll), plain(found.lse), *map(plain, grads)

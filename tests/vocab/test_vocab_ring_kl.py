@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from planish import linear_logprob, linear_topk_kl
 from planish.peaks.vocab import reference
 from planish.price.vocab import Head
 from planish.price.vocab_pair import Pair
-from planish.price.vocab_ring_pair import RingPair, plan_pair_pass, sent_bytes
+from planish.price.vocab_ring_rows import RingPair, plan_pair_pass, sent_bytes
 from vocab import ring_kl_work as work
 
 KINDS = ("forward", "reverse", "jensen-shannon")
@@ -159,3 +160,47 @@ def test_bytes_beside_gradients_neither_grow_with_the_vocabulary_nor_exceed_what
         for which in ("statistics", "student"):
             assert plan_pair_pass(ring, which, tile_bytes=tile_bytes).workspace_bytes <= tile_bytes
         assert (sent, back) == (sent_bytes(ring, "statistics"), sent_bytes(ring, "student"))
+
+
+@pytest.mark.parametrize("divergence", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@SMALLEST_TILE
+def test_a_teacher_s_best_classes_over_ranks_are_those_of_one(pool, size, divergence):
+    tokens = [7, 0, 12, 5][:size]
+    for vocab, count, tile_bytes in ((50, 4, None), (2500, 3, 2**18), (5, 5, None)):
+        problem = {"vocab": vocab, "bias": True}
+        settings = {"divergence": divergence, "tile_bytes": tile_bytes, "temperature": 1.5}
+        answers = pool.run(work.topk, size, tokens=tokens, count=count, settings=settings, **problem)
+        batches, heads = work.draw(tokens, **problem)
+        weight, bias = heads["weight"].requires_grad_(), heads["bias"].requires_grad_()
+        hidden = torch.cat([own["hidden"] for own, _ in batches]).requires_grad_()
+        pairs = [work.best(problem, target, count) for _, target in batches]
+        classes, logprobs = (torch.cat(each) for each in zip(*pairs, strict=True))
+        alone = linear_topk_kl(hidden, weight, classes, logprobs, bias=bias, **settings)
+        grads = torch.autograd.grad(alone, [hidden, weight, bias])
+        np.testing.assert_allclose(sum(loss for loss, _ in answers), alone.item(), rtol=1e-12)
+        for name, expected in zip(("hidden", "weight", "bias"), grads, strict=True):
+            found = np.concatenate([answer[1][name] for answer in answers])
+            np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-11, err_msg=name)
+
+
+@SMALLEST_TILE
+@pytest.mark.parametrize("tile_bytes", [1, None])
+def test_log_probabilities_over_ranks_are_those_of_one(pool, tile_bytes):
+    """For RL on a head that is whole nowhere: any upstream of nll and lse."""
+    tokens, settings = [9, 4, 0], {"temperature": 0.7, "softcap": 3.0, "tile_bytes": tile_bytes}
+    answers = pool.run(work.logprob, 3, tokens=tokens, settings=settings, vocab=700)
+    batches, heads = work.draw(tokens, vocab=700)
+    weight, total = heads["weight"].requires_grad_(), 0.0
+    for (nll, lse, by_hidden, _), (own, target) in zip(answers, batches, strict=True):
+        hidden = own["hidden"].requires_grad_()
+        found = linear_logprob(hidden, weight, target, want=("nll", "lse"), temperature=0.7, softcap=3.0)
+        np.testing.assert_allclose(nll, found.nll.detach(), rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(lse, found.lse.detach(), rtol=1e-12, atol=1e-12)
+        part = (found.nll * torch.arange(1, 1 + len(target)) + 0.5 * found.lse.square()).sum()
+        np.testing.assert_allclose(
+            by_hidden, torch.autograd.grad(part, hidden, retain_graph=True)[0], rtol=1e-9, atol=1e-11
+        )
+        total = total + part
+    [by_weight] = torch.autograd.grad(total, weight)
+    np.testing.assert_allclose(np.concatenate([answer[3] for answer in answers]), by_weight, rtol=1e-9, atol=1e-11)

@@ -173,8 +173,8 @@ def plan_pass(party: Party, mode: Mode, which: Which, *, tile_bytes: int) -> Rin
             lengths = tuple(_whole_blocks(rows, max(1, most // BLOCK)) for rows in party.rows)
         case "weights" | "hidden":
             whole = party.rows if mode == "weights" else party.valid
-            step = _even_step(max(whole), max(PIECE_STEP, most - most % PIECE_STEP))
-            lengths = tuple(_cut(rows, step) for rows in whole)
+            step = even_step(max(whole), max(PIECE_STEP, most - most % PIECE_STEP))
+            lengths = tuple(cut(rows, step) for rows in whole)
         case "gather":
             lengths = ((max(party.rows),),) * party.size
         case "replicated":
@@ -182,8 +182,8 @@ def plan_pass(party: Party, mode: Mode, which: Which, *, tile_bytes: int) -> Rin
     rounds, longest = max(map(len, lengths)), max((max(each, default=0) for each in lengths), default=0)
     plan = RingPass(
         lengths=tuple((*each, *[0] * (rounds - len(each))) for each in lengths),
-        travelling=_repeated(row, longest),
-        summed=_repeated(sums, longest),
+        travelling=repeated(row, longest),
+        summed=repeated(sums, longest),
         num_slots=num_slots,
         num_sums=num_sums,
         tiles=None,
@@ -200,46 +200,23 @@ def plan_pass(party: Party, mode: Mode, which: Which, *, tile_bytes: int) -> Rin
     return replace(plan, tiles=sweep_pass(head, narrow=False, bias="bias" in head.grads, tile_bytes=left))
 
 
-def plan_rows(rows: Sequence[int], row: Buffers, sums: Buffers, *, tile_bytes: int) -> RingPass:
-    """Return the pieces in which several matrices' rows go round together, tokens at home, without the tiles.
-
-    Slots take half of `tile_bytes` at most, or PIECE_STEP rows each.
-
-    Args:
-        rows: Rows of the vocabulary on each rank.
-        row: What travels of one row.
-        sums: What comes home of it.
-        tile_bytes: Of pieces and tiles together.
-    """
-    most = tile_bytes // (2 * (2 * total_bytes(row) + 3 * total_bytes(sums)))
-    step = _even_step(max(rows), max(PIECE_STEP, most - most % PIECE_STEP))
-    lengths = [_cut(each, step) for each in rows]
-    rounds, longest = max(map(len, lengths)), max((max(each, default=0) for each in lengths), default=0)
-    return RingPass(
-        lengths=tuple((*each, *[0] * (rounds - len(each))) for each in lengths),
-        travelling=_repeated(row, longest),
-        summed=_repeated(sums, longest),
-        num_slots=2,
-        num_sums=3 if sums else 0,
-        tiles=None,
-    )
-
-
 def _whole_blocks(rows: int, blocks: int) -> tuple[int, ...]:
     return tuple(stop - start for _, start, stop in block_ranges(rows, blocks)) if rows else ()
 
 
-def _cut(rows: int, step: int) -> tuple[int, ...]:
+def cut(rows: int, step: int) -> tuple[int, ...]:
+    """Return `rows` in pieces of `step`, the last one shorter."""
     return tuple(min(rows, start + step) - start for start in range(0, rows, step))
 
 
-def _even_step(rows: int, most: int) -> int:
+def even_step(rows: int, most: int) -> int:
     """Return equal pieces of at most `most` rows, in multiples of ROW_STEP."""
     pieces = max(1, -(-rows // most))
     return max(ROW_STEP, round_up(-(-rows // pieces), ROW_STEP))
 
 
-def _repeated(row: Buffers, count: int) -> Buffers:
+def repeated(row: Buffers, count: int) -> Buffers:
+    """Return `count` rows of what travels of one."""
     return {name: ((count, *shape), dtype) for name, (shape, dtype) in row.items()}
 
 

@@ -14,7 +14,7 @@ from planish.peaks.vocab.divergence import Comparison, PairDivergence, plan_pair
 from planish.peaks.vocab.inputs import LogitsDtype, Options, check, compute_dtype
 from planish.peaks.vocab.pair import Operands
 from planish.peaks.vocab.reduction import Reduction, check_reduction, reduce
-from planish.peaks.vocab.ring_call import local_rows
+from planish.peaks.vocab.ring_call import circle_of, local_rows
 from planish.peaks.vocab.ring_kl import ring_divergences
 from planish.price.vocab_pair import Divergence
 
@@ -60,7 +60,7 @@ def linear_kl(  # noqa: PLR0913
         `linear_cross_entropy` takes, for the teacher too where one of its tensors needs a gradient.
         With `group` pieces of both weights and tiles stay within `tile_bytes` together, and a narrower hidden state's
         gradient grows in float32.
-    Communication: none; with `group` `planish.price.vocab_ring_pair.sent_bytes`: the rows of others forward (twice for
+    Communication: none; with `group` `planish.price.vocab_ring_rows.sent_bytes`: the rows of others forward (twice for
         the mixture), and in backward, for each side that needs gradients, those and the gradients of its rows.
     Exactness: equal to full logits up to the order of summation; equal heads are exactly 0 apart, and nothing is below
         0. A class that the second of the compared excludes (-inf) and the first does not counts as the largest number.
@@ -113,7 +113,7 @@ def linear_kl(  # noqa: PLR0913
     """
     check_reduction(reduction, divisor)
     _check_settings(divergence, beta, temperature, ce_weight, target)
-    circle = None if group is None else (group if isinstance(group, Circle) else Circle.of(group)).beside(hidden)
+    circle = circle_of(group, hidden)
 
     def read() -> Comparison:
         rows = [

@@ -2,11 +2,14 @@
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from planish.comm.ring import Circle
 from planish.peaks.vocab import compiled
 from planish.peaks.vocab.blocked import (
     STATISTICS,
@@ -26,6 +29,8 @@ from planish.peaks.vocab.reduction import (
     num_tokens,
     reduce,
 )
+from planish.peaks.vocab.ring_call import circle_of, local_rows
+from planish.peaks.vocab.ring_logprob import OwnTokens, ring_logprobs
 
 Statistic = Literal["nll", "lse", "entropy", "argmax"]
 
@@ -61,6 +66,7 @@ def linear_logprob(  # noqa: PLR0913
     logits_dtype: LogitsDtype = "auto",
     tile_bytes: int | None = None,
     num_valid: int | None = None,
+    group: dist.ProcessGroup | Circle | None = None,
 ) -> LogProb:
     """Return log-probability, lse, entropy and argmax of each token, differentiable under any upstream.
 
@@ -86,6 +92,8 @@ def linear_logprob(  # noqa: PLR0913
         logits_dtype: See `linear_cross_entropy`.
         tile_bytes: Bytes of all working buffers together; None is 60 MiB.
         num_valid: Number of targets that are not ignored, where it is known; it is then not read from a GPU.
+        group: Ranks that share the vocabulary, as in `linear_kl`: each has tokens of its own and its rows of weight and
+            bias. There are nll and lse then, and no adapter.
 
     Returns:
         The statistics in float32 (float64 for float64).
@@ -113,20 +121,35 @@ def linear_logprob(  # noqa: PLR0913
         raise ValueError(f"`want` must name any of {', '.join(LogProb._fields)}, got {', '.join(unknown)}.")
     if not 0 < temperature < math.inf:
         raise ValueError(f"`temperature` must be above 0, got {temperature}.")
-    options = Options(
-        ignore_index=ignore_index,
-        logit_scale=logit_scale / temperature,
-        softcap=None if softcap is None else softcap / temperature,
-        logits_dtype=logits_dtype,
-        tile_bytes=tile_bytes,
-        strategy="recompute",
-        num_valid=num_valid,
-    )
+    settings = {
+        "ignore_index": ignore_index,
+        "logit_scale": logit_scale / temperature,
+        "softcap": None if softcap is None else softcap / temperature,
+        "logits_dtype": logits_dtype,
+        "tile_bytes": tile_bytes,
+        "strategy": "recompute",
+        "num_valid": num_valid,
+    }
+    circle = circle_of(group, hidden)
+    if circle is not None and circle.size > 1:
+        if set(want) - {"nll", "lse"} or adapter is not None:
+            raise ValueError("with `group` there are nll and lse alone, and no `adapter`; leave the others out.")
+        given = functools.partial(OwnTokens.read, hidden, weight, bias, target, settings, circle)
+        found = ring_logprobs(circle, given, ignore_index=ignore_index)._asdict()
+        return _shaped(found, want, hidden, target)
+    if circle is not None:
+        weight, bias = local_rows(weight, circle), None if bias is None else local_rows(bias, circle)
+    options = Options(**settings)
     wanted, how = frozenset(want) - {"nll"}, {"several": True, "adapter": adapter}
     if torch.compiler.is_compiling():
         found = compiled.each_token(hidden, weight, target, bias, options, wanted=wanted, **how)
     else:
         found = _each_token(prepare(hidden, weight, target, bias, options, wanted=wanted, **how))
+    return _shaped(found, want, hidden, target)
+
+
+def _shaped(found: Mapping[str, Tensor], want: tuple[Statistic, ...], hidden: Tensor, target: Tensor) -> LogProb:
+    """Return the statistics that are wanted in the shapes of what was given."""
     shapes = {"nll": target.shape}
     return LogProb(
         *(

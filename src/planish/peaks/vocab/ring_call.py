@@ -124,6 +124,13 @@ def read_classes(classes: Tensor, *, ignore_index: int, num_valid: int | None) -
     return found[0], found[1], found[2]
 
 
+def circle_of(group: dist.ProcessGroup | Circle | None, beside: Tensor) -> Circle | None:
+    """Return the ranks of `group` that take part in what is done with `beside`, None for one rank alone."""
+    if group is None:
+        return None
+    return (group if isinstance(group, Circle) else Circle.of(group)).beside(beside)
+
+
 def local_rows(tensor: Tensor, circle: Circle, name: str = "weight_shard") -> Tensor:
     """Return this rank's rows of a distributed tensor, and any other as it is.
 

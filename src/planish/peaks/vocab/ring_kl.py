@@ -24,10 +24,10 @@ from planish.peaks.vocab.divergence import Comparison
 from planish.peaks.vocab.inputs import DEFAULT_TILE_BYTES, Options
 from planish.peaks.vocab.pair import Operands, PairSweep, PairTask, PairTiles
 from planish.peaks.vocab.ring_call import Brought, agree, read_classes
-from planish.peaks.vocab.ring_rows import Rows, to_tokens
+from planish.peaks.vocab.ring_rows import Rows, grow, to_tokens
 from planish.peaks.vocab.task import Task
 from planish.price.vocab_pair import SIDES, Divergence, Pair, PairPass, Side
-from planish.price.vocab_ring_pair import RingPair, plan_pair_pass
+from planish.price.vocab_ring_rows import RingPair, plan_pair_pass
 from planish.units import format_bytes
 
 _FAR_APART = 1e38
@@ -313,14 +313,7 @@ def _gradients(
         tiles = meeting.tiles(piece, first)
         own = tiles.student if side == "student" else tiles.teacher
         sweep = PairSweep(tiles=own, pair=tiles, side=side, rows=rows, by_kl=by_kl, by_nll=by_nll)
-        by_weight, by_bias = share.get(f"{prefix}weight"), share.get(f"{prefix}bias")
-        for _, columns in own.task.column_groups():
-            for group in own.task.row_groups():
-                derived = sweep.derive(group, columns, by_bias)
-                if by_weight is not None:
-                    own.add_weight_grad(by_weight[columns], derived.tile, derived.rows, fresh=False)
-                if by_hidden is not None:
-                    own.add_hidden_grad(by_hidden[group], derived.tile, columns, fresh=False)
+        grow(sweep, by_hidden, share.get(f"{prefix}weight"), share.get(f"{prefix}bias"))
 
     home = ring.gradients(visit)
     wanted = None if by_hidden is None else to_tokens(by_hidden, meeting.index, hidden)

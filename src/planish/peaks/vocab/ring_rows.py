@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from planish.comm.ring import Circle, ComeHome, Slot, go_round
+from planish.peaks.vocab.blocked import TileSweep
 from planish.price.vocab import STRIP, Buffers
 from planish.price.vocab_ring import RingPass, starts
 
@@ -78,3 +79,15 @@ def to_tokens(total: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
     for some, rows in zip(index.split(step), total.split(step), strict=True):
         found.index_copy_(0, some, rows.to(like.dtype))
     return found
+
+
+def grow(sweep: TileSweep, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Add to gradients that hold something already: of the valid tokens, [N, D], and of rows and bias, all wide."""
+    tiles, task = sweep.tiles, sweep.tiles.task
+    for _, columns in task.column_groups():
+        for group in task.row_groups():
+            derived = sweep.derive(group, columns, bias)
+            if weight is not None:
+                tiles.add_weight_grad(weight[columns], derived.tile, derived.rows, fresh=False)
+            if hidden is not None:
+                tiles.add_hidden_grad(hidden[group], derived.tile, columns, fresh=False)

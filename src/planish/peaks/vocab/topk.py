@@ -3,11 +3,14 @@
 from typing import get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from planish.comm.ring import Circle
 from planish.peaks.vocab.inputs import LogitsDtype
 from planish.peaks.vocab.losses import linear_logprob
 from planish.peaks.vocab.reduction import Reduction, check_reduction, reduce
+from planish.peaks.vocab.ring_call import circle_of, local_rows
 from planish.price.vocab_pair import Divergence
 
 
@@ -27,6 +30,7 @@ def linear_topk_kl(  # noqa: PLR0913
     softcap: float | None = None,
     logits_dtype: LogitsDtype = "auto",
     tile_bytes: int | None = None,
+    group: dist.ProcessGroup | Circle | None = None,
 ) -> Tensor:
     """Return how far a student's next-token distribution is from the best classes of a teacher, without logits.
 
@@ -53,6 +57,8 @@ def linear_topk_kl(  # noqa: PLR0913
         softcap: Bounds them.
         logits_dtype: See `linear_cross_entropy`.
         tile_bytes: Bytes of all working buffers together; None is 60 MiB.
+        group: Ranks that share the vocabulary, as in `linear_kl`: each has tokens of its own, their teacher's classes
+            among the whole vocabulary, and its rows of weight and bias.
 
     Returns:
         The loss in float32 (float64 for float64).
@@ -79,16 +85,20 @@ def linear_topk_kl(  # noqa: PLR0913
         )
     nll = linear_logprob(
         hidden, weight, teacher_classes, bias=bias, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
-        ignore_index=ignore_index, logits_dtype=logits_dtype, tile_bytes=tile_bytes,
+        ignore_index=ignore_index, logits_dtype=logits_dtype, tile_bytes=tile_bytes, group=group,
     ).nll  # fmt: skip
     there = teacher_classes != ignore_index
-    whole = teacher_classes.shape[-1] == len(weight)
+    valid, num_classes = there.any(-1), len(weight)
+    num_valid, circle = valid.sum(), circle_of(group, hidden)
+    if circle is not None and circle.size > 1:
+        rows = len(local_rows(weight, circle))
+        num_classes, num_valid = circle.add(torch.stack([torch.full_like(num_valid, rows), num_valid])).unbind()
+    whole = teacher_classes.shape[-1] == num_classes
     student, teacher = (_with_rest(each, there, whole=whole) for each in (-nll, teacher_logprobs.to(nll.dtype)))
-    valid = there.any(-1)
     losses = _divergence(student, teacher, divergence).where(valid, 0.0)
     if reduction == "none":
         return losses
-    return reduce(losses.sum(), reduction, valid.sum().clamp(min=1) if divisor is None else divisor)
+    return reduce(losses.sum(), reduction, num_valid.clamp(min=1) if divisor is None else divisor)
 
 
 def _with_rest(logprobs: Tensor, there: Tensor, *, whole: bool) -> Tensor:
