@@ -108,3 +108,22 @@ def test_what_stages_cannot_do_is_refused(run_of, settings, words):
 def test_a_pipeline_of_another_size_than_the_ranks_is_refused(run_of):
     with pytest.raises(ValueError, match=r"`mesh.pp` \(2\) must be the 3 ranks"):
         run_of("llama", {"pp": 2}).mesh.over(3)
+
+
+def test_a_run_shows_its_passes_beside_the_planned_ones(run_of, ranks):
+    run = run_of("qwen3", {"pp": 2}, ("train.grad_accum", 3), ("train.steps", 4), **LAYERS)
+    ranks(lambda world: train_and_save(run, world), pp=2)
+    folder = run.save.dir
+    tree = json.loads((folder / "pipeline.json").read_text())
+    assert tree["step"] == 3
+    kinds = {f"{rank}{kind}{i}" for rank in range(2) for kind in ("F", "B", "S", "T", "IF", "IB") for i in range(3)}
+    assert {word for word, _, _ in tree["passes"]} == kinds
+    assert all(0 <= start <= end <= tree["measured"]["step_s"] for _, start, end in tree["passes"])
+    seconds = [end - start for _, start, end in tree["passes"]]
+    for each in (tree["planned"], tree["measured"]):
+        assert sum(each["busy"]) * each["step_s"] == pytest.approx(sum(seconds), rel=1e-3)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [0 <= each["pipeline/bubble"] < 1 for each in lines] == [True] * 4
+    page = (folder / "report.html").read_text()
+    assert page.count('src="data:image/svg+xml;base64,') == 2
+    assert f"of step 3, planned {tree['planned']['bubble']:.0%}" in page

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import ceil
 from statistics import median
 
-from planish.report.record import Holder, PhasePeak, RunRecord, Series, is_number
+from planish.report.record import Holder, PhasePeak, PipelineStep, RunRecord, Series, is_number
 from planish.units import format_bytes
 
 # Of the lanes' time, what may be waited for before it is worth a word; and the coarsest choice that is proposed.
@@ -130,6 +130,14 @@ def lanes(record: RunRecord) -> dict[str, dict[str, float]]:
                 lane = found.setdefault(parts[1], {"bytes": 0.0, "busy_s": 0.0, "waited_s": 0.0})
                 lane[parts[2]] = lane.get(parts[2], 0.0) + value
     return found
+
+
+def pipeline_finding(pipeline: PipelineStep) -> str:
+    """Return how much of the ranks' time had no pass, beside the plan."""
+    return (
+        f"Ranks were without a pass for {pipeline.measured_bubble:.0%} of step {pipeline.step}, "
+        f"planned {pipeline.planned_bubble:.0%}"
+    )
 
 
 def loss_finding(record: RunRecord) -> str:

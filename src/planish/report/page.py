@@ -1,5 +1,6 @@
 """One page of figures: self-contained HTML with inline SVG, complete without scripts and without a network."""
 
+import base64
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from planish.report.curves import Curve, Level, draw_curves
 from planish.report.frame import legend
 from planish.report.moment import draw_moment
 from planish.report.phases import draw_phases
-from planish.report.record import PhasePeak, RunRecord, used_categories
+from planish.report.record import PhasePeak, PipelineStep, RunRecord, used_categories
 from planish.report.style import STYLE
 from planish.report.svg import Markup, element
 from planish.report.tables import categories_table, facts_list, holders_table, tiles
@@ -70,6 +71,8 @@ def _sections(record: RunRecord) -> Iterator[Markup]:
         yield _moment(record, record.peak)
     if record.phases or record.predicted:
         yield _phases(record)
+    if record.pipeline is not None:
+        yield _pipeline(record.pipeline)
     yield from _loss(record)
     yield element("div", {"class": "pair"}, *_speed(record), *_step_peaks(record), *_bits_per_byte(record))
 
@@ -89,6 +92,17 @@ def _phases(record: RunRecord) -> Markup:
         title, said = findings.holder_finding(record.peak), f"{title}."
     said = f"The worst moment of each phase over the whole run, by category. {said}"
     return _section(title, said, legend(used), draw_phases(record), categories_table(record))
+
+
+def _pipeline(pipeline: PipelineStep) -> Markup:
+    """Return the section of a pipeline's step; pictures have a style of their own, which an image keeps to itself."""
+    pictures = []
+    for what, picture in (("As planned", pipeline.planned), ("As it ran", pipeline.measured)):
+        data = base64.b64encode(picture.encode()).decode()
+        image = element("img", {"alt": f"{what}: passes by rank", "src": f"data:image/svg+xml;base64,{data}"})
+        pictures += [element("p", {"class": "sub"}, what), element("div", {"class": "wide"}, image)]
+    said = "Passes of each rank, numbered by microbatch; planned times are scaled to the measured passes' sum."
+    return _section(findings.pipeline_finding(pipeline), said, *pictures)
 
 
 def _loss(record: RunRecord) -> Iterator[Markup]:

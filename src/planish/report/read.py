@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import UsageError
-from planish.report.record import PHASES, Holder, PhasePeak, Point, Predicted, RunRecord
+from planish.report.record import PHASES, Holder, PhasePeak, PipelineStep, Point, Predicted, RunRecord
 from planish.units import parse_bytes
 
 _MALFORMED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
@@ -42,6 +42,7 @@ def read_run(path: Path) -> RunRecord:
             timeline=timeline,
             predicted=_read_predicted(path / "plan.json", notes),
             exceeded=exceeded.read_text(encoding="utf-8", errors="replace").strip() if exceeded.is_file() else None,
+            pipeline=_read_pipeline(path, notes),
             notes=tuple(notes),
         )
     except OSError as error:
@@ -130,6 +131,27 @@ def _holder(owner: str, category: str, shape: list[int], dtype: str, count: int,
 
 def _sizes(tree: Mapping[str, int]) -> dict[str, int]:
     return {str(category): int(size) for category, size in tree.items()}
+
+
+def _read_pipeline(path: Path, notes: list[str]) -> PipelineStep | None:
+    file = path / "pipeline.json"
+    if not file.is_file():
+        return None
+    try:
+        tree = json.loads(file.read_bytes())
+        planned, measured = (
+            (path / f"pipeline-{name}.svg").read_text(encoding="utf-8") for name in ("planned", "measured")
+        )
+        return PipelineStep(
+            step=int(tree["step"]),
+            planned_bubble=float(tree["planned"]["bubble"]),
+            measured_bubble=float(tree["measured"]["bubble"]),
+            planned=planned,
+            measured=measured,
+        )
+    except (*_MALFORMED, FileNotFoundError):
+        notes.append(f"{file.name} and its pictures are not what this version reads and were left out.")
+        return None
 
 
 def _read_predicted(path: Path, notes: list[str]) -> dict[str, Predicted] | None:

@@ -67,6 +67,25 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineStep:
+    """One step of a pipeline, as it was planned and as it ran.
+
+    Attributes:
+        step: Which one.
+        planned_bubble: Share of the ranks' time without a pass, as planned.
+        measured_bubble: As it ran.
+        planned: The picture, SVG.
+        measured: The picture of what ran.
+    """
+
+    step: int
+    planned_bubble: float
+    measured_bubble: float
+    planned: str
+    measured: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
     """What a run folder says.
 
@@ -82,6 +101,7 @@ class RunRecord:
         predicted: What `plan.json` expected of each phase; None where there is no such file.
         exceeded: The text of `budget-exceeded.txt`; None where there is no such file.
         notes: What could not be read, a sentence each.
+        pipeline: A step whose passes were measured; None where no stages ran.
     """
 
     path: Path
@@ -95,6 +115,7 @@ class RunRecord:
     predicted: dict[str, Predicted] | None
     exceeded: str | None
     notes: tuple[str, ...]
+    pipeline: PipelineStep | None = None
 
     def setting(self, section: str, key: str) -> Any:
         """Return a setting of the run file; None where it is not given."""

@@ -36,6 +36,7 @@ from planish.train.loop import Hooks, StepReport, train
 from planish.train.run_folder import JsonLines, RunFolder, write_atomically
 from planish.train.stop import StopSignal
 from planish.train.tensor_files import FarTensor
+from planish.train.timelines import write_timelines
 
 
 class View(Protocol):
@@ -225,10 +226,22 @@ class _Records:
                 **skipped(self._job.engine.gradient_filter),
             }
             | self._far()
+            | self._pipelined(report.step)
         )
         self.memory_line()
         with self._shown():
             self._view.step(report)
+
+    def _pipelined(self, step: int) -> dict[str, float]:
+        """Return the metrics of a pipeline's step; draw one of the first ones beside what was planned of it."""
+        staged = self._job.engine.staged
+        if staged is None:
+            return {}
+        if staged.shown:
+            planned, seen = staged.timelines()
+            if self._folder.leads:
+                write_timelines(self._folder.path, step, planned, seen)
+        return {"pipeline/bubble": round(staged.bubble(), 4)}
 
     def _far(self) -> dict[str, float]:
         """Return what each lane of far memory did since the last step, as metrics."""

@@ -21,10 +21,14 @@ from planish.models.split import StageView
 from planish.peaks.vocab.inputs import Options
 from planish.peaks.vocab.shard import Shard, ShardedHead
 from planish.pipeline.actions import Action, Kind
+from planish.pipeline.costs import Costs
 from planish.pipeline.memory import enough_microbatches, in_flight_of_stages
+from planish.pipeline.observed import observed, planned
 from planish.pipeline.run.flow import Flow
 from planish.pipeline.run.pace import SPARE, Pace, Pass
 from planish.pipeline.run.runner import Parts, PipelineRun, StageLayers
+from planish.pipeline.schedule import Schedule
+from planish.pipeline.simulate import Timeline
 from planish.pipeline.workload import Workload
 from planish.train.stages import Cut, FarRows, cut
 from planish.train.tensor_files import FarTensor
@@ -39,8 +43,8 @@ _PHASES: dict[Kind, Phase] = {
     Kind.W: "backward",
     Kind.IB: "backward",
 }
-# The step whose passes are measured, after a first one that is never like the others.
-_MEASURED_STEP = 2
+# The step whose passes are measured, after a first one that is never like the others, and the one that follows.
+_MEASURED_STEP, _SHOWN_STEP = 2, 3
 
 
 class Staged:
@@ -77,6 +81,8 @@ class Staged:
         self._part, self._pace, self._ledger, self._world = part, pace, ledger, world
         self._passes: list[Pass] = []
         self._steps = 0
+        self._began_s = self._took_s = 0.0
+        self._used: tuple[Schedule, Costs] | None = None
         tied = part.anatomy.weight is part.decoder.embedding.weight
         self._plans_anew = not tied and not world.assumed
         self.spare = 0 if tied else SPARE
@@ -117,8 +123,13 @@ class Staged:
             upstream: One over the tokens that count in the whole step.
         """
         self._passes.clear()
+        self._used = self._pace.schedule(len(batches)), self._pace.costs
+        if self.shown:
+            self._world.barrier()
+        self._began_s = time.perf_counter()
         with self._ledger.phase("forward"):
             losses = self._run.step(batches, upstream=upstream)
+        self._took_s = time.perf_counter() - self._began_s
         for name, param in self._part.anatomy.model.named_parameters():
             if param.grad is not None:
                 self._ledger.adopt(param.grad, "gradients", owner=name)
@@ -142,6 +153,27 @@ class Staged:
         """Return what each rank did in the last step, by rank. Communication: one all-gather."""
         return self._world.gather(self._passes)
 
+    @property
+    def shown(self) -> bool:
+        """Whether the step that runs, or that ran last, is among those whose passes are shown."""
+        return self._steps <= _SHOWN_STEP
+
+    def bubble(self) -> float:
+        """Return the share of the ranks' time without a pass in the last step. Communication: one all-gather."""
+        busy = sum(end - start for _, start, end in self._passes)
+        ranks = self._world.gather([busy, self._took_s])
+        return 1 - sum(each for each, _ in ranks) / (len(ranks) * max(took for _, took in ranks))
+
+    def timelines(self) -> tuple[Timeline, Timeline]:
+        """Return what was planned of the last step and what was seen, in seconds since the ranks began together.
+
+        Communication: one all-gather.
+        """
+        assert self._used is not None
+        schedule, costs = self._used
+        seen = observed(schedule, self.passes())
+        return planned(schedule, costs, seen), seen
+
     def sharded(self, name: str, tensor: Tensor | FarTensor) -> Tensor | FarTensor:
         """Return what belongs to parameter `name`, of a shared one as a part of all ranks' rows."""
         param = self._part.shared.get(name)
@@ -158,11 +190,12 @@ class Staged:
             yield
         self._settle()
         if self._flow.training:
-            self._passes.append((str(action), start, time.perf_counter()))
+            end = time.perf_counter()
+            self._passes.append((str(action), start - self._began_s, end - self._began_s))
 
     def _settle(self) -> None:
         """Wait for a GPU in a step that is measured."""
-        if self._steps + 1 == _MEASURED_STEP and self._flow.device.type == "cuda":
+        if self._steps + 1 in (_MEASURED_STEP, _SHOWN_STEP) and self._flow.device.type == "cuda":
             torch.cuda.synchronize()
 
 

@@ -1,0 +1,39 @@
+"""A step of a pipeline in the run folder: numbers in `pipeline.json`, and two pictures, as planned and as it ran."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from planish.pipeline.draw import to_svg
+from planish.pipeline.simulate import Timeline
+from planish.train.run_folder import write_atomically
+
+WRITTEN = ("pipeline.json", "pipeline-planned.svg", "pipeline-measured.svg")
+
+
+def write_timelines(folder: Path, step: int, planned: Timeline, seen: Timeline) -> None:
+    """Write what was planned of a step and what was seen of it.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    tree = {
+        "step": step,
+        "planned": _numbers(planned),
+        "measured": _numbers(seen),
+        "passes": [[str(span.actions[0]), round(span.start, 6), round(span.end, 6)] for span in seen.spans],
+    }
+    for name, text in zip(WRITTEN, (json.dumps(tree), *_pictures(planned, seen)), strict=True):
+        write_atomically(folder / name, text)
+
+
+def _pictures(planned: Timeline, seen: Timeline) -> tuple[str, str]:
+    return to_svg(planned, unit="seconds"), to_svg(seen, unit="seconds")
+
+
+def _numbers(timeline: Timeline) -> dict[str, Any]:
+    return {
+        "step_s": round(timeline.makespan, 6),
+        "bubble": round(timeline.bubble, 4),
+        "busy": [round(busy / timeline.makespan, 4) for busy in timeline.busy],
+    }
