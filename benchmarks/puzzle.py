@@ -64,6 +64,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="where library, costs and scores are kept")
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--library", type=Path, help="one that is there already, in the place of calibration")
+    parser.add_argument("--skip", type=int, default=0, help="rows of the text that such a library has read")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.65])
     parser.add_argument("--rows", type=int, nargs=3, default=[48, 16, 32], help="to calibrate, score, judge")
     parser.add_argument("--context", type=int, default=512, help="tokens of a row")
@@ -81,7 +83,7 @@ class _Scene:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, folder = options, model_folder(options.model)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        rows = rows_of(TEXT, tokenizer, context=options.context, count=sum(options.rows))
+        rows = rows_of(TEXT, tokenizer, context=options.context, count=sum(options.rows), skip=options.skip)
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(options.seed))
         self.calibration, self.scored, self.heldout = rows[order].split(options.rows)
         self.library = self._made(folder)
@@ -97,6 +99,10 @@ class _Scene:
         sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
     def _made(self, folder: Path) -> Library:
+        if self.options.library is not None:
+            library = Library(self.options.library)
+            self.key = key_of(library.made_from, str(library.folder))
+            return library
         parent = StreamedParent(folder, device=torch.device("cpu"), dtype=torch.float32)
         self.key = key_of(parent.fingerprint(), self.calibration.tolist(), str(Menu()))
         library = Library.create(

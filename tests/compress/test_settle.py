@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from planish.compress.costs import Costs, Numbers, Price, Scenario, options_of, parameters
-from planish.compress.judge import Judge
+from planish.compress.judge import Judge, Whole
+from planish.compress.realise import assemble
 from planish.compress.scores import Scoring, score
 from planish.compress.search import Ceiling, search, share_of_parent
 from planish.compress.settle import improve, quality, settle
+from planish.compress.space import Choice
 from planish.compress.stack import Stack
 from planish.compress.text import rows_of
 from planish.errors import UsageError
@@ -69,6 +71,16 @@ def test_the_parent_is_of_its_own_quality(scene, sentences):
     assert found.kl == pytest.approx(0, abs=1e-12)
     assert (found.agreement, found.loss_error) == (1.0, pytest.approx(0, abs=1e-12))
     assert found.loss == pytest.approx(judge.nll.mean().item())
+
+
+def test_a_written_child_is_judged_as_its_stack(scene):
+    blocks, _, _, judge, _ = scene
+    layer = blocks.space.layers[1]
+    child = blocks.space.parent.with_layer(1, Choice(attention=layer.attention[-1], ffn=layer.ffn[-2]))
+    stack, whole = quality(Stack(blocks, child), judge), quality(Whole(assemble(blocks, child)), judge)
+    assert whole.kl == pytest.approx(stack.kl, rel=1e-9)
+    assert whole.loss == pytest.approx(stack.loss, rel=1e-9)
+    assert whole.agreement == stack.agreement
 
 
 def test_rounds_lower_the_divergence_and_keep_to_the_limits(scene):

@@ -5,12 +5,13 @@ mean of the head's rows under p. So a child costs one product with the head, and
 """
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
+from transformers import PreTrainedModel
 
-from planish.compress.stack import Stack
 from planish.errors import UsageError
 from planish.peaks.vocab.losses import linear_logprob
 
@@ -32,27 +33,65 @@ class Judgement:
     same: Tensor
 
 
+class Reader(Protocol):
+    """A model that reads rows; a `Stack` is one.
+
+    Attributes:
+        config: Its transformers config.
+        head: The vocabulary projection [V, D].
+    """
+
+    @property
+    def config(self) -> Any:
+        """Its transformers config."""
+
+    @property
+    def head(self) -> Tensor:
+        """The vocabulary projection [V, D]."""
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Return what the head sees [B, S, D] of token ids [B, S]."""
+
+
+class Whole:
+    """A transformers model as a reader.
+
+    Args:
+        model: A causal LM.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model: Any = model
+        self.config: Any = model.config
+        self.head: Tensor = self._model.get_output_embeddings().weight
+
+    @torch.no_grad()
+    def read(self, ids: Tensor) -> Tensor:
+        """Return what the head sees [B, S, D] of token ids [B, S]."""
+        return self._model.get_decoder()(input_ids=ids.to(self._model.device), use_cache=False).last_hidden_state
+
+
 class Judge:
     """The parent's distributions over rows of text.
 
     Memory:        D + 4 numbers for each counted token, 60 MiB of head tiles.
 
     Args:
-        stack: The parent, or another model of its head that runs the rows.
+        parent: Reads the rows.
         rows: Token ids [R, S].
         every: Counts the last of each `every` tokens that have a next one; the layers run on all.
         batch_rows: Rows that run at once.
     """
 
-    def __init__(self, stack: Stack, rows: Tensor, *, every: int = 1, batch_rows: int = 4) -> None:
+    def __init__(self, parent: Reader, rows: Tensor, *, every: int = 1, batch_rows: int = 4) -> None:
         if rows.shape[1] <= every:
             raise UsageError(f"`every` ({every}) must be below the {rows.shape[1]} tokens of a row.")
         self.rows = rows
         self._counted = torch.arange(every - 1, rows.shape[1] - 1, every)
-        self._scale = _logit_scale(stack.library.config)
+        self._scale = _logit_scale(parent.config)
         self._target = rows[:, self._counted + 1]
         found = [
-            self._teach(stack, start, rows[start : start + batch_rows]) for start in range(0, len(rows), batch_rows)
+            self._teach(parent, start, rows[start : start + batch_rows]) for start in range(0, len(rows), batch_rows)
         ]
         self._hidden, self._mean, self._base, self._best, self.nll = (
             torch.cat([each[part] for each in found]) for part in range(5)
@@ -68,11 +107,10 @@ class Judge:
         """Tokens of a row that count."""
         return len(self._counted)
 
-    def _teach(self, stack: Stack, start: int, ids: Tensor) -> tuple[Tensor, ...]:
-        *_, last = stack.states(ids)
-        hidden = self._pick(stack.after(len(stack.layers), last)).detach().requires_grad_(requires_grad=True)
+    def _teach(self, parent: Reader, start: int, ids: Tensor) -> tuple[Tensor, ...]:
+        hidden = self._pick(parent.read(ids)).detach().requires_grad_(requires_grad=True)
         target = self._target[start : start + len(ids)].to(hidden.device)
-        head = _wide(stack.head)
+        head = _wide(parent.head).detach()
         with torch.enable_grad():
             said = linear_logprob(
                 hidden, head, target, logit_scale=self._scale, want=("nll", "lse", "argmax"), logits_dtype="float32"

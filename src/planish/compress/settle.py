@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from planish.compress.costs import Costs
-from planish.compress.judge import Judge
+from planish.compress.judge import Judge, Reader
 from planish.compress.library import Library
 from planish.compress.measure import calibrated
 from planish.compress.scores import Scores, Scoring, score
@@ -107,15 +107,14 @@ class Quality:
 
 
 @torch.no_grad()
-def quality(stack: Stack, judge: Judge, *, batch_rows: int = 4) -> Quality:
+def quality(child: Reader, judge: Judge, *, batch_rows: int = 4) -> Quality:
     """Return how a child does on the judge's rows.
 
     Memory:        the child, and of `batch_rows` rows a layer's activations and head tiles.
     """
     kl, more, same, loss = [], [], [], []
     for start in range(0, len(judge.rows), batch_rows):
-        *_, last = stack.states(judge.rows[start : start + batch_rows])
-        found = judge.judge(stack.after(len(stack.layers), last), stack.head, start)
+        found = judge.judge(child.read(judge.rows[start : start + batch_rows]), child.head, start)
         kl.append(found.kl.mean(1))
         loss.append(found.nll.mean(1))
         more.append(found.nll.mean(1) - judge.nll[start : start + batch_rows].mean(1))

@@ -41,6 +41,7 @@ class Stack:
         self.device = device or torch.device("cpu")
         self.architecture = architecture or library.space.parent
         library.space.check(self.architecture)
+        self.config = library.config
         self.blocks = Blocks(library.config)
         ends = {name: each.to(self.device) for name, each in library.read(ENDS).items()}
         self._embedding = ends["embedding"]
@@ -71,6 +72,11 @@ class Stack:
             yield hidden
             hidden = self.blocks.run([layer], hidden)
         yield hidden
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Return what the head sees [B, S, D] of token ids [B, S]."""
+        *_, last = self.states(ids)
+        return self.after(len(self.layers), last)
 
     @torch.no_grad()
     def after(self, index: int, hidden: Tensor, layer: ChildLayer | None = None) -> Tensor:
