@@ -21,6 +21,7 @@ VERBS = {
     "verify": "check that a plan computes what plain PyTorch computes",
     "generate": "continue a prompt with a model",
     "eval": "loss and bits per byte of a model on held-out text",
+    "compress": "a smaller child of a trained model, within measured limits",
     "report": "a run folder as one page of figures",
     "data": "what a corpus holds: `planish data stats`",
     "demo": "a real model on real text inside a budget, in minutes",

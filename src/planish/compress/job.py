@@ -1,0 +1,384 @@
+"""From a trained model to a verified child: stages that each go on where they stopped, and what they found."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planish.compress.baselines import BASELINES, Task, drawn
+from planish.compress.calibrate import Calibration, calibrate
+from planish.compress.costs import Costs, model_bytes, model_parameters
+from planish.compress.journal import Journal, key_of
+from planish.compress.judge import Judge
+from planish.compress.library import Library
+from planish.compress.measure import Rival, Timing, calibrated, measure_costs
+from planish.compress.order import Order, check_fits, stage_bytes
+from planish.compress.parent import StreamedParent
+from planish.compress.realise import assemble, write_child
+from planish.compress.scores import Scores, Scoring, influence, score
+from planish.compress.search import Ceiling, pareto, search
+from planish.compress.settle import Make, Quality, Settled, improve, quality, settle
+from planish.compress.space import Architecture
+from planish.compress.stack import Stack
+from planish.compress.text import rows_of
+from planish.data.encode import Tokenizer
+from planish.errors import DoesNotFit, WorldFailed
+from planish.memory.ledger import Ledger
+
+RECORD = "compress.json"
+_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4)
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A child with what was predicted and measured of it.
+
+    Attributes:
+        name: How it was found.
+        architecture: Its layers.
+        predicted: Seconds by scenario's label before it was measured.
+        measured: Seconds by scenario's label.
+        memory_bytes: Priced, by scenario's label.
+        parameters: Numbers in it.
+        quality: On text that nothing else has read.
+    """
+
+    name: str
+    architecture: Architecture
+    predicted: Mapping[str, float]
+    measured: Mapping[str, float]
+    memory_bytes: Mapping[str, float]
+    parameters: int
+    quality: Quality
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a job found.
+
+    Attributes:
+        order: What was asked.
+        ceilings: The targets in numbers.
+        parent: The parent as its own child.
+        child: What the search found.
+        baselines: What else was assembled and judged; empty unless asked for.
+        curve: (share, sum of harm) of the best child at shares of the parent.
+        harm: Of the child's layers, attention and network each.
+        additivity: (pairs tried, rank correlation, median of joint over sum).
+        machine: Where it was measured.
+    """
+
+    order: Order
+    ceilings: tuple[Ceiling, ...]
+    parent: Judged
+    child: Judged
+    baselines: tuple[Judged, ...]
+    curve: tuple[tuple[float, float], ...]
+    harm: tuple[float, ...]
+    additivity: tuple[int, float, float]
+    machine: str
+
+
+class Job:
+    """The stages of one order; each is run when it is first asked for.
+
+    Args:
+        order: The settings.
+        folder: The parent's transformers folder.
+        tokenizer: The parent's.
+        dtype: Of the parent's weights and of the child's.
+        note: Called with a sentence now and then.
+    """
+
+    def __init__(self, order: Order, folder: Path, tokenizer: Tokenizer, dtype: torch.dtype, note: Note) -> None:
+        self.order, self._folder, self._note = order, folder, note
+        self._parent = StreamedParent(folder, device=torch.device("cpu"), dtype=dtype)
+        self.space = self._parent.space(order.menu)
+        size = torch.empty(0, dtype=dtype).element_size()
+        self._score_dtype = torch.bfloat16 if order.bf16_scores else dtype
+        score_size = torch.empty(0, dtype=self._score_dtype).element_size()
+        self.stages = stage_bytes(self.space, order, size, score_size)
+        check_fits(self.stages, order.budget_bytes)
+        rows = rows_of(order.text, tokenizer, context=order.context, count=sum(order.rows))
+        order_ = torch.randperm(len(rows), generator=torch.Generator().manual_seed(order.seed))
+        self._calibration, self._scored, self._heldout = rows[order_].split(order.rows)
+
+    def run(self) -> Outcome:
+        """Run every stage that is not there yet, write the child, and return what was found.
+
+        Raises:
+            DoesNotFit: No child of the library keeps to the targets.
+            WorldFailed: The disk refuses.
+        """
+        parent = self.space.parent
+        settled = self._settled(self._search)
+        if settled is None:
+            raise DoesNotFit("no child was found; the targets leave none.")
+        best, costs = settled.architecture, settled.costs
+        if self.order.context_rounds:
+            best, costs = self._rounds(best, costs)
+        child = self._judge("search", best, self._measured(best), costs)
+        self._write(child)
+        baselines = tuple(self._baselines(costs)) if self.order.baselines else ()
+        known = self.scores.additivity()
+        return Outcome(
+            order=self.order,
+            ceilings=self.ceilings,
+            parent=self._judge("parent", parent, self.rival.parent_s, self.costs),
+            child=child,
+            baselines=baselines,
+            curve=tuple((share, found.harm) for share, found in self._curve(costs)),
+            harm=tuple(self.scores.value(i, each, self.order.metric) for i, each in enumerate(best.layers)),
+            additivity=(known.count, known.rank_correlation, known.ratio),
+            machine=self.costs.machine,
+        )
+
+    @cached_property
+    def library(self) -> Library:
+        """Every block, made once."""
+        made_from = key_of(self._parent.fingerprint(), self._calibration.tolist(), str(Calibration()))
+        library = Library.create(
+            self.order.out / "library",
+            config=self._parent.config,
+            space=self.space,
+            made_from=made_from,
+            generation=self._parent.generation,
+        )
+        with self._bounded():
+            calibrate(self._parent, self._calibration, library, Calibration(), progress=self._progress("library"))
+        return library
+
+    @cached_property
+    def _key(self) -> str:
+        return key_of(self.library.made_from, str(self.space))
+
+    @cached_property
+    def _plain_costs(self) -> Costs:
+        key = key_of(self._key, [each.label for each in self.order.scenarios], self.order.rounds, _threads())
+        return measure_costs(
+            self.library,
+            self.order.scenarios,
+            Timing(rounds=self.order.rounds),
+            journal=Journal(self.order.out / "costs.jsonl", key),
+            progress=self._progress("costs"),
+        )
+
+    @cached_property
+    def rival(self) -> Rival:
+        """The parent, measured."""
+        self._note("parent: measured")
+        return Rival(assemble(self.library, self.space.parent), self.order.scenarios, self.order.rounds)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Costs that are right about the parent."""
+        return calibrated(self._plain_costs, self.rival.parent_s, self.space.parent)
+
+    @cached_property
+    def ceilings(self) -> tuple[Ceiling, ...]:
+        """The targets in numbers."""
+        return tuple(target.ceiling(self.costs) for target in self.order.targets)
+
+    @cached_property
+    def scores(self) -> Scores:
+        """What each option does alone."""
+        key = key_of(self._key, self._scored.tolist(), str(self._scoring), str(self._score_dtype))
+        with self._bounded():
+            return score(
+                Stack(self.library, dtype=self._score_dtype),
+                self._scoring_judge,
+                self._scoring,
+                journal=Journal(self.order.out / "scores.jsonl", key),
+                progress=self._progress("scores"),
+            )
+
+    @property
+    def _scoring(self) -> Scoring:
+        return Scoring(every=self.order.every, batch_rows=min(4, self.order.rows[1]), seed=self.order.seed)
+
+    @cached_property
+    def _scoring_judge(self) -> Judge:
+        return Judge(Stack(self.library, dtype=self._score_dtype), self._scored, every=self.order.every)
+
+    @cached_property
+    def _held_judge(self) -> Judge:
+        return Judge(Stack(self.library), self._heldout)
+
+    def _search(self, costs: Costs) -> Architecture:
+        harm = self.scores.table(self.space, self.order.metric)
+        return search(self.space, harm, self.ceilings, costs).architecture
+
+    def _settled(self, make: Make) -> Settled | None:
+        return settle(make, self.ceilings, self.costs, self._measured)
+
+    def _measured(self, child: Architecture) -> dict[str, float]:
+        return self.rival.measure(assemble(self.library, child))
+
+    def _rounds(self, child: Architecture, costs: Costs) -> tuple[Architecture, Costs]:
+        better, told = improve(
+            self.library,
+            child,
+            self._scoring_judge,
+            self.ceilings,
+            costs,
+            self._scoring,
+            radius=max(1, len(child.layers) // 4),
+            rounds=self.order.context_rounds,
+            dtype=self._score_dtype,
+        )
+        for each in told:
+            kept = "kept" if each.accepted else "not kept"
+            self._note(f"round: {each.changed} layers changed, KL {each.kl_before:.4f} -> {each.kl_after:.4f}, {kept}")
+        return better, costs
+
+    def _judge(self, name: str, child: Architecture, measured: Mapping[str, float], costs: Costs) -> Judged:
+        self._note(f"judged: {name}")
+        with self._bounded():
+            found = quality(Stack(self.library, child), self._held_judge)
+        return Judged(
+            name=name,
+            architecture=child,
+            predicted={label: costs.model_seconds(child, label) for label in measured},
+            measured=dict(measured),
+            memory_bytes={
+                label: model_bytes(self.space, child, scenario, costs.numbers)
+                for label, scenario in costs.scenarios.items()
+            },
+            parameters=model_parameters(self.space, child),
+            quality=found,
+        )
+
+    def _baselines(self, costs: Costs) -> list[Judged]:
+        turned = influence(Stack(self.library, dtype=self._score_dtype), self._scored)
+        harm = self.scores.table(self.space, self.order.metric)
+
+        def task(now: Costs) -> Task:
+            return Task(
+                space=self.space,
+                harm=harm,
+                ceilings=self.ceilings,
+                costs=now,
+                influence=turned,
+                seed=self.order.seed,
+            )
+
+        found = []
+        for name, make in BASELINES.items():
+            settled = self._settled(lambda now, make=make: make(task(now)))
+            if settled is not None:
+                found.append(self._judge(name, settled.architecture, settled.measured, settled.costs))
+        return found + [self._judge("drawn", each, self._measured(each), costs) for each in drawn(task(costs), 1)]
+
+    def _curve(self, costs: Costs) -> list[tuple[float, Any]]:
+        """Return the best child at shares of the parent, latency and memory moved together."""
+        harm = self.scores.table(self.space, self.order.metric)
+        return pareto(self.space, harm, self.ceilings, costs, _SHARES)
+
+    def _write(self, child: Judged) -> None:
+        folder = self.order.out / "child"
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            write_child(self.library, child.architecture, folder)
+            for path in sorted(self._folder.iterdir()):
+                if path.name.startswith(("tokenizer", "special_tokens", "vocab", "merges", "chat_template")):
+                    shutil.copyfile(path, folder / path.name)
+            record = {
+                "parent": str(self._folder.resolve()),
+                "parent_model": self.order.model,
+                "text": list(self.order.text),
+                "context": self.order.context,
+                "rows": list(self.order.rows),
+                "seed": self.order.seed,
+                "ceilings": [asdict(each) for each in self.ceilings],
+                "scenarios": [asdict(each) for each in self.order.scenarios],
+                "parent_seconds": self.rival.parent_s,
+                "seconds": child.measured,
+                "memory_bytes": child.memory_bytes,
+                "parameters": child.parameters,
+                "quality": asdict(child.quality),
+                "layers": [choice.label for choice in child.architecture.layers],
+            }
+            (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise WorldFailed(f"the child {folder} cannot be written: {error.strerror or error}.") from error
+
+    def _bounded(self) -> AbstractContextManager[Any]:
+        """Hold a stage's tensors to the budget, where there is one."""
+        budget = self.order.budget_bytes
+        return nullcontext() if budget is None else Ledger(budget_bytes=budget)
+
+    def _progress(self, stage: str) -> Callable[[int, int], None]:
+        start, last = time.perf_counter(), [0.0]
+
+        def progress(done: int, total: int) -> None:
+            now = time.perf_counter()
+            if now - last[0] >= 5 or done == total:
+                last[0] = now
+                left = (now - start) / done * (total - done)
+                self._note(f"{stage}: {done} of {total}" + (f", eta {left:.0f} s" if done < total else ""))
+
+        return progress
+
+
+def told(outcome: Outcome) -> dict[str, Any]:
+    """Return an outcome as JSON holds it."""
+
+    def judged(each: Judged) -> dict[str, Any]:
+        return {
+            "name": each.name,
+            "predicted_s": dict(each.predicted),
+            "measured_s": dict(each.measured),
+            "memory_bytes": dict(each.memory_bytes),
+            "parameters": each.parameters,
+            **asdict(each.quality),
+            "layers": [choice.label for choice in each.architecture.layers],
+        }
+
+    return {
+        "model": outcome.order.model,
+        "metric": outcome.order.metric,
+        "machine": outcome.machine,
+        "targets": [{"name": each.name, "kind": each.kind, "at_most": each.at_most} for each in outcome.ceilings],
+        "parent": judged(outcome.parent),
+        "child": judged(outcome.child),
+        "baselines": [judged(each) for each in outcome.baselines],
+        "curve": [list(point) for point in outcome.curve],
+        "harm": list(outcome.harm),
+        "additivity": dict(zip(("tried", "rank_correlation", "ratio"), outcome.additivity, strict=True)),
+    }
+
+
+def held_out(record: Mapping[str, Any], tokenizer: Tokenizer) -> Tensor:
+    """Return the rows that a child was judged on, by what its folder says."""
+    rows = rows_of(record["text"], tokenizer, context=record["context"], count=sum(record["rows"]))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(record["seed"]))
+    return rows[order].split(record["rows"])[2]
+
+
+def exceeded(outcome: Outcome, *, tolerance: float) -> list[str]:
+    """Return a sentence for each ceiling that the measured child is above by more than `tolerance`."""
+    told = []
+    for ceiling in outcome.ceilings:
+        value = (
+            outcome.child.measured[ceiling.scenario]
+            if ceiling.kind == "latency"
+            else outcome.child.memory_bytes[ceiling.scenario]
+            if ceiling.kind == "memory"
+            else outcome.child.parameters
+        )
+        if value > ceiling.at_most * (1 + tolerance):
+            told.append(f"{ceiling.name} is {ceiling.told(value)}, {ceiling.told(ceiling.at_most)} was asked for")
+    return told
+
+
+def _threads() -> int:
+    return torch.get_num_threads()

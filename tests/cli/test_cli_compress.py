@@ -1,0 +1,156 @@
+"""`planish compress`: a child within its targets, its stages kept, its folder verified; bad input in one sentence."""
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from planish.cli.main import main
+from planish.compress.order import check_fits, latency_targets, memory_target, parameter_target, parse_scenario
+from planish.errors import DoesNotFit, UsageError
+
+SIZES = ["--decode", "1x24", "--prefill", "2x16", "--rows", "8", "4", "4", "--context", "32", "--every", "1"]
+SMALL = [*SIZES, "--rounds", "3", "--width-multiple", "8", "--widths", "0.5", "0.25"]
+
+
+@pytest.fixture
+def scene(model_folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("It was a bright cold day in April, and the clocks were striking.\n\n" * 60, encoding="utf-8")
+    model = model_folder("llama", num_hidden_layers=3, num_key_value_heads=4, initializer_range=0.2)
+    return model, [str(model), "--text", str(text), "--out", str(tmp_path / "out"), *SMALL], tmp_path / "out"
+
+
+def _run(words, capsys):
+    code = main(["compress", *words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_a_child_has_its_size_and_opens_and_is_what_was_said(scene, capsys):
+    _, words, out = scene
+    code, said, err = _run([*words, "--parameters", "0.8x", "--baselines", "--context-rounds", "1"], capsys)
+    assert code == 0, err
+    tree = json.loads((out / "outcome.json").read_text())
+    assert tree["child"]["parameters"] <= 0.8 * tree["parent"]["parameters"]
+    assert "search" in said
+    assert "scores: " in said
+    child = AutoModelForCausalLM.from_pretrained(out / "child")
+    assert sum(each.numel() for each in child.parameters()) == tree["child"]["parameters"]
+    assert {each["name"] for each in tree["baselines"]} >= {"depth drop", "greedy"}
+    page = (out / "report.html").read_text()
+    assert "What became of each layer" in page
+    assert page.count("layer 2: ") == 3
+    # What was said of it is found again, but for the speed of three rounds on a busy machine.
+    code, said, _ = _run(["verify", str(out / "child"), "--rounds", "2", "--json"], capsys)
+    checks = {each["name"]: each for each in json.loads(said)}
+    assert checks["loss (nats)"]["holds"]
+    assert checks["loss (nats)"]["told"] == checks["loss (nats)"]["found"]
+    assert checks["KL to the parent"]["told"] == checks["KL to the parent"]["found"]
+    assert checks["top-1 agreement"]["holds"]
+    assert len(checks) == 7
+    assert all(each["holds"] for name, each in checks.items() if name.startswith("memory")), checks
+
+
+def test_stages_that_are_there_are_not_run_again(scene, capsys):
+    _, words, out = scene
+    assert _run([*words, "--parameters", "0.8x"], capsys)[0] == 0
+    kept = {name: (out / name).read_bytes() for name in ("costs.jsonl", "scores.jsonl", "library/blocks.jsonl")}
+    assert _run([*words, "--parameters", "0.7x"], capsys)[0] == 0
+    assert {name: (out / name).read_bytes() for name in kept} == kept
+
+
+def test_a_run_file_says_the_same_as_flags(scene, capsys, tmp_path):
+    model, words, out = scene
+    path = tmp_path / "run.toml"
+    text = words[words.index("--text") + 1]
+    path.write_text(
+        f'[model]\nfrom = "{model}"\n[compress]\ntext = ["{text}"]\nout = "{out}"\nparameters = "0.8x"\n'
+        'decode = "1x24"\nprefill = "none"\nrows = [8, 4, 4]\ncontext = 32\nevery = 1\nrounds = 2\n'
+        "width_multiple = 8\nwidths = [0.5]\n",
+        encoding="utf-8",
+    )
+    code, _, err = _run([str(path), "--json"], capsys)
+    assert code == 0, err
+    path.write_text(f'[model]\nfrom = "{model}"\n[compress]\nwidhts = [0.5]\n', encoding="utf-8")
+    code, _, err = _run([str(path)], capsys)
+    assert (code, "`compress.widhts`" in err, "widths" in err) == (2, True, True)
+
+
+def test_json_is_all_that_is_printed(scene, capsys):
+    _, words, _ = scene
+    code, said, err = _run([*words, "--child-memory", "0.9x", "--json"], capsys)
+    assert code == 0, err
+    tree = json.loads(said)
+    assert tree["targets"][0]["kind"] == "memory"
+    assert tree["exceeded"] == []
+
+
+def test_what_is_out_of_reach_ends_with_3_and_what_could_be_had(scene, capsys):
+    _, words, _ = scene
+    code, _, err = _run([*words, "--parameters", "0.01x"], capsys)
+    assert code == 3
+    assert "parameters <= " in err
+    assert "the least is" in err
+
+
+def test_a_budget_below_a_stage_is_refused_before_anything_starts(scene, capsys):
+    _, words, out = scene
+    code, _, err = _run([*words, "--parameters", "0.8x", "--memory", "1MiB"], capsys)
+    assert code == 3
+    assert "nothing was started" in err
+    assert not out.exists()
+
+
+def test_a_budget_that_fits_holds(scene, capsys):
+    _, words, _ = scene
+    code, _, err = _run([*words, "--parameters", "0.8x", "--memory", "80MiB"], capsys)
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nothing was asked"),
+        (["--latency", "2x"], "at most 1x"),
+        (["--latency", "fast"], "a share of the parent"),
+        (["--latency", "train=0.5x"], "not served"),
+        (["--throughput", "-1"], "tokens per second"),
+        (["--child-memory", "300"], "needs a unit"),
+        (["--parameters", "few"], "`--parameters` must"),
+        (["--parameters", "0.8x", "--decode", "many"], "rows x tokens"),
+        (["--parameters", "0.8x", "--rows", "1", "1", "1"], "at least 4 2 2"),
+        (["--parameters", "0.8x", "--every", "64"], "below `--context`"),
+        (["--parameters", "0.8x", "--widths", "1.5"], "between 0 and 1"),
+        (["--parameters", "0.8x", "--rows", "8", "4", "4000"], "name more text"),
+    ],
+)
+def test_bad_input_is_one_sentence(scene, capsys, words, message):
+    _, before, _ = scene
+    code, _, err = _run([*before, *words], capsys)
+    assert (code, message in err) == (2, True), err
+    assert err.count("\n") == 1
+
+
+def test_verify_names_what_is_missing(tmp_path, capsys):
+    code, _, err = _run(["verify", str(tmp_path)], capsys)
+    assert code == 2
+    assert "compress.json" in err
+
+
+def test_targets_are_read_as_people_write_them():
+    scenarios = [parse_scenario("1x1024", "decode"), parse_scenario("2x512", "prefill")]
+    both = latency_targets(["0.65x"], scenarios)
+    assert [(each.scenario, each.share) for each in both] == [("decode 1x1024", 0.65), ("prefill 2x512", 0.65)]
+    [one] = latency_targets(["prefill=120ms"], scenarios)
+    assert (one.scenario, one.at_most) == ("prefill 2x512", pytest.approx(0.12))
+    assert memory_target("300MiB", scenarios)[1].at_most == 300 * 2**20
+    assert parameter_target("95e6").at_most == 95e6
+    with pytest.raises(UsageError, match="rows x tokens"):
+        parse_scenario("0x5", "decode")
+
+
+def test_the_largest_stage_decides():
+    check_fits({"a": 5, "b": 9}, 9)
+    with pytest.raises(DoesNotFit, match="'b' holds 9 B"):
+        check_fits({"a": 5, "b": 9}, 8)
