@@ -71,6 +71,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=512, help="tokens of a row")
     parser.add_argument("--every", type=int, default=2, help="scores count one of so many tokens")
     parser.add_argument("--rounds", type=int, default=24, help="of each measurement")
+    parser.add_argument("--pair-rounds", type=int, default=16, help="of parent and child in turns")
+    parser.add_argument("--tries", type=int, default=5, help="children that are assembled until costs are right")
+    parser.add_argument("--metrics", nargs="+", default=["kl", "loss", "local"])
     parser.add_argument("--drawn", type=int, default=10, help="random children")
     parser.add_argument("--context-rounds", type=int, default=0, help="rounds of scores around the child")
     parser.add_argument("--seed", type=int, default=0)
@@ -90,7 +93,7 @@ class _Scene:
         self.costs = self._measured()
         self._score()
         self._say("parent measured and judged")
-        self.rival = Rival(assemble(self.library, self.library.space.parent), SCENARIOS, options.rounds)
+        self.rival = Rival(assemble(self.library, self.library.space.parent), SCENARIOS, options.pair_rounds)
         self.costs = calibrated(self.costs, self.rival.parent_s, self.library.space.parent)
         self.judge = Judge(Stack(self.library), self.heldout)
         self.parent_quality = quality(Stack(self.library), self.judge)
@@ -159,10 +162,10 @@ class _Scene:
                 ),
                 ceilings,
             )
-            for metric in ("kl", "loss", "local")
+            for metric in self.options.metrics
         }
         children = {f"puzzle by {metric}": each for metric, each in found.items()}
-        if self.options.context_rounds and found["kl"] is not None:
+        if self.options.context_rounds and found.get("kl") is not None:
             children["puzzle by kl, context rounds"] = self._improved(found["kl"], ceilings)
         for name, make in BASELINES.items():
             children[name] = self._settled(name, lambda costs, make=make: make(self._task(ceilings, costs)), ceilings)
@@ -181,7 +184,7 @@ class _Scene:
         )
 
     def _settled(self, name: str, make: Make, ceilings: list[Ceiling]) -> dict | None:
-        settled = settle(make, ceilings, self.costs, self._measure)
+        settled = settle(make, ceilings, self.costs, self._measure, rounds=self.options.tries)
         if settled is None:
             self._say(f"{name}: none")
             return None
@@ -226,7 +229,7 @@ class _Scene:
 
     def _compared(self, children: dict[str, dict | None]) -> dict:
         """Return the children with the part of each other one's gap that the search by KL avoids."""
-        best, parent = children["puzzle by kl"], self.parent_quality.loss
+        best, parent = children[f"puzzle by {self.options.metrics[0]}"], self.parent_quality.loss
         for child in filter(None, children.values()):
             child.pop("architecture")
             child["gap"] = child["loss"] - parent

@@ -86,6 +86,19 @@ def test_json_is_all_that_is_printed(scene, capsys):
     assert tree["exceeded"] == []
 
 
+def test_the_batch_is_chosen_and_what_was_not_measured_is_fitted(scene, capsys):
+    _, words, out = scene
+    asked = ["--child-memory", "200KiB", "--batches", "1", "64", "--anchors", "3"]
+    code, said, err = _run([*words, *asked], capsys)
+    assert code == 0, err
+    assert "batch: 1 rows decoded at once, of 1, 64" in said
+    costs = [json.loads(line) for line in (out / "costs.jsonl").read_text().splitlines() if "value" in line]
+    assert {each["name"] for each in costs} == {"decode 1x24", "decode 64x24", "prefill 2x16"}
+    assert all("ffn width24" not in each["value"] for each in costs)
+    tree = json.loads((out / "outcome.json").read_text())
+    assert max(tree["child"]["memory_bytes"].values()) <= 200 * 2**10
+
+
 def test_what_is_out_of_reach_ends_with_3_and_what_could_be_had(scene, capsys):
     _, words, _ = scene
     code, _, err = _run([*words, "--parameters", "0.01x"], capsys)
@@ -120,6 +133,8 @@ def test_a_budget_that_fits_holds(scene, capsys):
         (["--parameters", "few"], "`--parameters` must"),
         (["--parameters", "0.8x", "--decode", "many"], "rows x tokens"),
         (["--parameters", "0.8x", "--rows", "1", "1", "1"], "at least 4 2 2"),
+        (["--parameters", "0.8x", "--batches", "0"], "positive"),
+        (["--parameters", "0.8x", "--anchors", "1"], "at least 2"),
         (["--parameters", "0.8x", "--every", "64"], "below `--context`"),
         (["--parameters", "0.8x", "--widths", "1.5"], "between 0 and 1"),
         (["--parameters", "0.8x", "--rows", "8", "4", "4000"], "name more text"),

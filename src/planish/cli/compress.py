@@ -61,6 +61,10 @@ class Options:
     """Rounds of scores around the child that was found, each as long as the scores."""
     rounds: int = 24
     """Times that each latency is measured; the least counts."""
+    anchors: int | None = None
+    """Sub-blocks of each kind whose latency is measured, the others fitted to them; default: all."""
+    batches: tuple[int, ...] = ()
+    """Rows decoded at once that are tried in the place of `--decode`'s; the one with the least harm is served."""
     baselines: bool = False
     """Also assemble, measure and judge greedy, depth drop, uniform width, no-op only, most parameters, and a draw."""
     dtype: Literal["bf16", "fp32"] = "fp32"
@@ -187,6 +191,10 @@ def _order(options: Options) -> Any:
         )
     if min(options.rows) < 2 or options.rows[0] < 4:
         raise UsageError(f"`--rows` must be at least 4 2 2, got {' '.join(map(str, options.rows))}.")
+    if options.batches and (min(options.batches) < 1 or options.decode == "none"):
+        raise UsageError("`--batches` must be positive, and needs a `--decode` that is served.")
+    if options.anchors is not None and options.anchors < 2:
+        raise UsageError(f"`--anchors` must be at least 2, got {options.anchors}; three constants are fitted to them.")
     if not 1 <= options.every < count(options.context, name="--context"):
         raise UsageError(f"`--every` must be at least 1 and below `--context`, got {options.every}.")
     try:
@@ -204,6 +212,8 @@ def _order(options: Options) -> Any:
         context=count(options.context, name="--context"),
         every=options.every,
         rounds=options.rounds,
+        anchors=options.anchors,
+        batches=options.batches,
         context_rounds=options.context_rounds,
         menu=menu,
         bf16_scores=options.bf16_scores,

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from planish.compress.baselines import BASELINES, Task, drawn
 from planish.compress.calibrate import Calibration, calibrate
-from planish.compress.costs import Costs, model_bytes, model_parameters
+from planish.compress.costs import Costs, Scenario, model_bytes, model_parameters
 from planish.compress.journal import Journal, key_of
 from planish.compress.judge import Judge
 from planish.compress.library import Library
 from planish.compress.measure import Rival, Timing, calibrated, measure_costs
-from planish.compress.order import Order, check_fits, stage_bytes
+from planish.compress.order import Order, at_batch, check_fits, stage_bytes
 from planish.compress.parent import StreamedParent
 from planish.compress.realise import assemble, write_child
 from planish.compress.scores import Scores, Scoring, influence, score
-from planish.compress.search import Ceiling, pareto, search
+from planish.compress.search import Ceiling, best_batch, pareto, search
 from planish.compress.settle import Make, Quality, Settled, improve, quality, settle
 from planish.compress.space import Architecture
 from planish.compress.stack import Stack
@@ -106,7 +106,8 @@ class Job:
         size = torch.empty(0, dtype=dtype).element_size()
         self._score_dtype = torch.bfloat16 if order.bf16_scores else dtype
         score_size = torch.empty(0, dtype=self._score_dtype).element_size()
-        self.stages = stage_bytes(self.space, order, size, score_size)
+        largest = at_batch(order, max(order.batches)) if order.batches else order
+        self.stages = stage_bytes(self.space, largest, size, score_size)
         check_fits(self.stages, order.budget_bytes)
         rows = rows_of(order.text, tokenizer, context=order.context, count=sum(order.rows))
         order_ = torch.randperm(len(rows), generator=torch.Generator().manual_seed(order.seed))
@@ -120,6 +121,8 @@ class Job:
             WorldFailed: The disk refuses.
         """
         parent = self.space.parent
+        if self.order.batches:
+            self._choose_batch()
         settled = self._settled(self._search)
         if settled is None:
             raise DoesNotFit("no child was found; the targets leave none.")
@@ -161,16 +164,28 @@ class Job:
     def _key(self) -> str:
         return key_of(self.library.made_from, str(self.space))
 
-    @cached_property
-    def _plain_costs(self) -> Costs:
-        key = key_of(self._key, [each.label for each in self.order.scenarios], self.order.rounds, _threads())
+    def _plain_costs(self, scenarios: tuple[Scenario, ...]) -> Costs:
+        key = key_of(self._key, self.order.rounds, self.order.anchors, torch.get_num_threads())
         return measure_costs(
             self.library,
-            self.order.scenarios,
-            Timing(rounds=self.order.rounds),
+            scenarios,
+            Timing(rounds=self.order.rounds, anchors=self.order.anchors),
             journal=Journal(self.order.out / "costs.jsonl", key),
             progress=self._progress("costs"),
         )
+
+    def _choose_batch(self) -> None:
+        """Serve the batch that lets the least harm through, by what sub-blocks take."""
+
+        def problem(batch: int) -> tuple[list[Ceiling], Costs]:
+            order = at_batch(self.order, batch)
+            costs = self._plain_costs(order.scenarios)
+            return [target.ceiling(costs) for target in order.targets], costs
+
+        harm = self.scores.table(self.space, self.order.metric)
+        batch, _ = best_batch(problem, self.space, harm, self.order.batches)
+        self._note(f"batch: {batch} rows decoded at once, of {', '.join(map(str, self.order.batches))}")
+        self.order = at_batch(self.order, batch)
 
     @cached_property
     def rival(self) -> Rival:
@@ -181,7 +196,7 @@ class Job:
     @cached_property
     def costs(self) -> Costs:
         """Costs that are right about the parent."""
-        return calibrated(self._plain_costs, self.rival.parent_s, self.space.parent)
+        return calibrated(self._plain_costs(self.order.scenarios), self.rival.parent_s, self.space.parent)
 
     @cached_property
     def ceilings(self) -> tuple[Ceiling, ...]:
@@ -378,7 +393,3 @@ def exceeded(outcome: Outcome, *, tolerance: float) -> list[str]:
         if value > ceiling.at_most * (1 + tolerance):
             told.append(f"{ceiling.name} is {ceiling.told(value)}, {ceiling.told(ceiling.at_most)} was asked for")
     return told
-
-
-def _threads() -> int:
-    return torch.get_num_threads()

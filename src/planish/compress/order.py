@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from planish.compress.costs import (
@@ -16,7 +16,7 @@ from planish.compress.costs import (
     workspace_bytes,
 )
 from planish.compress.scores import Metric
-from planish.compress.search import Ceiling, share_of_parent
+from planish.compress.search import Ceiling, share_of_parent, throughput
 from planish.compress.space import Menu, Space
 from planish.errors import DoesNotFit, UsageError
 from planish.units import format_bytes, parse_bytes
@@ -35,15 +35,19 @@ class Target:
         scenario: The label of the scenario it is about; empty for parameters.
         share: Part of what the parent has, or None.
         at_most: Seconds, bytes or numbers where no share is given.
+        tokens_per_s: A latency by what runs at once, whatever the batch.
     """
 
     kind: str
     scenario: str = ""
     share: float | None = None
     at_most: float = 0.0
+    tokens_per_s: float | None = None
 
     def ceiling(self, costs: Costs) -> Ceiling:
         """Return the target in numbers."""
+        if self.tokens_per_s is not None:
+            return throughput(costs.scenarios[self.scenario], self.tokens_per_s)
         bare = Ceiling(kind=self.kind, at_most=self.at_most, scenario=self.scenario)
         return bare if self.share is None else share_of_parent(bare, self.share, costs)
 
@@ -63,6 +67,8 @@ class Order:
         context: Tokens of a row.
         every: Scores count one of so many tokens.
         rounds: Of each measurement of latency.
+        anchors: Sub-blocks of each kind that are measured, the others fitted to them; None measures all.
+        batches: Rows decoded at once that are tried; the one that lets the least harm through is served.
         context_rounds: Rounds of scores around the child that was found.
         menu: Options of every layer.
         bf16_scores: Whether scores run layers in bf16.
@@ -81,12 +87,25 @@ class Order:
     context: int = 512
     every: int = 2
     rounds: int = 24
+    anchors: int | None = None
+    batches: tuple[int, ...] = ()
     context_rounds: int = 0
     menu: Menu = field(default_factory=Menu)
     bf16_scores: bool = False
     baselines: bool = False
     budget_bytes: int | None = None
     seed: int = 0
+
+
+def at_batch(order: Order, batch: int) -> Order:
+    """Return `order` with `batch` rows decoded at once."""
+    renamed = {each.label: replace(each, batch=batch) for each in order.scenarios if each.phase == "decode"}
+    scenarios = tuple(renamed.get(each.label, each) for each in order.scenarios)
+    targets = tuple(
+        replace(each, scenario=renamed[each.scenario].label) if each.scenario in renamed else each
+        for each in order.targets
+    )
+    return replace(order, scenarios=scenarios, targets=targets)
 
 
 def parse_scenario(text: str, phase: str) -> Scenario:
@@ -143,7 +162,7 @@ def throughput_target(text: str, scenarios: Sequence[Scenario]) -> list[Target]:
     served = [each for each in scenarios if each.phase == "decode"]
     if not tokens_per_s > 0 or not served:
         raise UsageError(f"`--throughput` must be tokens per second of a decode that is served, got {text!r}.")
-    return [Target(kind="latency", scenario=each.label, at_most=each.tokens / tokens_per_s) for each in served]
+    return [Target(kind="latency", scenario=each.label, tokens_per_s=tokens_per_s) for each in served]
 
 
 def memory_target(text: str, scenarios: Sequence[Scenario]) -> list[Target]:
