@@ -18,18 +18,18 @@ from transformers import AutoTokenizer
 
 from harness import write_result
 from planish.compress.baselines import BASELINES, Task, drawn
-from planish.compress.calibrate import Calibration, calibrate
 from planish.compress.costs import Costs, Scenario, model_parameters
 from planish.compress.journal import Journal, key_of
 from planish.compress.judge import Judge
 from planish.compress.library import Library
+from planish.compress.make import make_library
 from planish.compress.measure import Rival, Timing, calibrated, measure_costs
 from planish.compress.parent import StreamedParent
 from planish.compress.realise import assemble
 from planish.compress.scores import Scoring, influence, score
 from planish.compress.search import Ceiling, search
 from planish.compress.settle import Make, Settled, improve, quality, settle
-from planish.compress.space import Architecture, Menu
+from planish.compress.space import Architecture
 from planish.compress.stack import Stack
 from planish.compress.text import rows_of
 from planish.models.builtin import model_folder
@@ -107,17 +107,13 @@ class _Scene:
             self.key = key_of(library.made_from, str(library.folder))
             return library
         parent = StreamedParent(folder, device=torch.device("cpu"), dtype=torch.float32)
-        self.key = key_of(parent.fingerprint(), self.calibration.tolist(), str(Menu()))
-        library = Library.create(
-            self.options.folder / "library", config=parent.config, space=parent.space(Menu()), made_from=self.key
-        )
-        calibrate(
+        library = make_library(
             parent,
             self.calibration,
-            library,
-            Calibration(),
+            self.options.folder / "library",
             progress=lambda done, total: self._say(f"library: layer {done} of {total}"),
         )
+        self.key = key_of(library.made_from)
         return library
 
     def _measured(self) -> Costs:

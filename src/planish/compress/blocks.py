@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from planish.compress.space import (
     Architecture,
@@ -137,6 +138,7 @@ class Blocks:
         hidden: Tensor,
         position_ids: Tensor | None = None,
         bounds: tuple[int, ...] | None = None,
+        cache: DynamicCache | None = None,
     ) -> dict[str, Any]:
         """Return what `layer` takes beside its hidden states [B, S, D].
 
@@ -145,10 +147,11 @@ class Blocks:
             hidden: Before it.
             position_ids: [B, S] of packed documents; default: each row is one text from its first token on.
             bounds: Of packed documents over all tokens, for planish's own attention.
+            cache: What the layer attends to beside them.
         """
         if position_ids is None:
             position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        masks = causal_masks([layer], hidden, None, None, position_ids)
+        masks = causal_masks([layer], hidden, None, cache, position_ids)
         found = {
             "attention_mask": masks.get(layer.window),
             "position_ids": position_ids,

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from planish.compress.baselines import BASELINES, Task, drawn
-from planish.compress.calibrate import Calibration, calibrate
 from planish.compress.costs import Costs, Scenario, model_bytes, model_parameters
 from planish.compress.journal import Journal, key_of
 from planish.compress.judge import Judge
 from planish.compress.library import Library
+from planish.compress.make import make_library
 from planish.compress.measure import Rival, Timing, calibrated, measure_costs
 from planish.compress.order import Order, at_batch, check_fits, stage_bytes
 from planish.compress.parent import StreamedParent
@@ -107,8 +107,8 @@ class Job:
         self._score_dtype = torch.bfloat16 if order.bf16_scores else dtype
         score_size = torch.empty(0, dtype=self._score_dtype).element_size()
         largest = at_batch(order, max(order.batches)) if order.batches else order
-        self.stages = stage_bytes(self.space, largest, size, score_size)
-        check_fits(self.stages, order.budget_bytes)
+        stages = stage_bytes(self.space, largest, size, score_size)
+        check_fits(stages, order.budget_bytes)
         rows = rows_of(order.text, tokenizer, context=order.context, count=sum(order.rows))
         order_ = torch.randperm(len(rows), generator=torch.Generator().manual_seed(order.seed))
         self._calibration, self._scored, self._heldout = rows[order_].split(order.rows)
@@ -148,17 +148,14 @@ class Job:
     @cached_property
     def library(self) -> Library:
         """Every block, made once."""
-        made_from = key_of(self._parent.fingerprint(), self._calibration.tolist(), str(Calibration()))
-        library = Library.create(
+        return make_library(
+            self._parent,
+            self._calibration,
             self.order.out / "library",
-            config=self._parent.config,
-            space=self.space,
-            made_from=made_from,
-            generation=self._parent.generation,
+            menu=self.order.menu,
+            budget_bytes=self.order.budget_bytes,
+            progress=self._progress("library"),
         )
-        with self._bounded():
-            calibrate(self._parent, self._calibration, library, Calibration(), progress=self._progress("library"))
-        return library
 
     @cached_property
     def _key(self) -> str:

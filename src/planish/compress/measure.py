@@ -178,7 +178,8 @@ def _sub_block(library: Library, option: AttentionOption | FfnOption, scenario: 
         shape = (scenario.batch, choice.attention.kv_heads, scenario.context, library.space.head_dim)
         cache.update(*(torch.randn(shape, dtype=library.dtype, device=device) for _ in range(2)), 0)
     start = scenario.context if scenario.phase == "decode" else 0
-    call = blocks.around_call(layer, hidden, cache=cache, start=start)
+    position_ids = torch.arange(start, start + tokens, device=device)[None]
+    call = blocks.around_call(layer, hidden, position_ids, cache=cache)
     restore = keeper(cache)
 
     def run() -> object:

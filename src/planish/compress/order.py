@@ -231,12 +231,7 @@ def stage_bytes(space: Space, order: Order, number_bytes: float, score_bytes: fl
         for each in order.scenarios
     )
     serving = max(workspace_bytes(space, space.parent.layers, each, numbers) for each in order.scenarios)
-    F = max((parameters(space, each) / (3 * space.hidden_size) for each in options_of(space).values()), default=0)
-    heads = space.num_heads * space.head_dim
-    grams = 2 * 4 * (F**2 + len(space.layers[0].attention) * 2 * heads**2 + 3 * space.hidden_size**2) + 5 * 8 * F**2
-    text = order.rows[0] * order.context * space.hidden_size * number_bytes
     return {
-        "library": int(ends + text + 4 * layer * number_bytes + grams + temporary * 2),
         "scores": int(scored + states + temporary + judged + _HEAD_TILE_BYTES),
         "measured children": int(2 * (whole + cached * number_bytes) + serving),
         "judgement": int(2 * whole + read + temporary + _HEAD_TILE_BYTES),
