@@ -140,8 +140,10 @@ def _updates(job: Job, norms: list[Tensor]) -> Iterator[None]:
     The parameters are the optimizer's: between forward and backward FSDP2 has whole ones of the root in the model.
     """
     params = [param for group in job.optimizer.param_groups for param in group["params"] if param.requires_grad]
+    noted: set[Tensor] = set()
 
     def note(param: Tensor) -> None:
+        noted.add(param)
         norms.append(torch.linalg.vector_norm(param.grad).float())
 
     handles = [param.register_post_accumulate_grad_hook(note) for param in params]
@@ -150,7 +152,7 @@ def _updates(job: Job, norms: list[Tensor]) -> Iterator[None]:
         with job.optimizer.update_in_backward():
             yield
             for param in params:
-                if param.grad is not None:  # of an earlier microbatch, and none of this one
+                if param.grad is not None and param not in noted:  # of an earlier microbatch, and none of this one
                     note(param)
     finally:
         for handle in handles:
