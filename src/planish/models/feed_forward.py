@@ -186,7 +186,7 @@ Forwards = list[tuple[FeedForward, Callable[[Tensor], Tensor]]]
 
 
 def _tiled(model: PreTrainedModel, networks: tuple[FeedForward, ...], method: Tiled) -> Forwards:
-    if not networks:
+    if not networks and not method.norms:
         raise UsageError(
             f"`plan.activation` = tiled: {type(model).__name__} has no feed-forward network of known parts."
         )

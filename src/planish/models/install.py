@@ -12,6 +12,7 @@ from planish.comm.ring import Circle
 from planish.errors import UsageError
 from planish.memory.far import FarTier
 from planish.methods import (
+    Activation,
     Batched,
     Blocked,
     Boundary,
@@ -22,6 +23,7 @@ from planish.methods import (
     Plain,
     Plan,
     Ring,
+    Tiled,
     Vocab,
     keeps_attention,
 )
@@ -32,6 +34,7 @@ from planish.models.experts import Seen, Shared, find_experts, install_experts
 from planish.models.feed_forward import replace_feed_forwards
 from planish.models.forward import loss_forward
 from planish.models.head import head_loss
+from planish.models.norms import tile_norms
 from planish.models.part import Part
 from planish.peaks.activation.keep import Keeper
 from planish.peaks.boundary.offload import FarBudget, open_store
@@ -137,6 +140,7 @@ def install(  # noqa: PLR0913 (keyword-only options)
         for part in (
             lambda: install_attention(model, plan.attention, sequence),
             activation,
+            lambda: _norms(model, plan.activation),
             lambda: _boundary(model, plan.boundary, tokens=tokens, in_flight=in_flight, label=label, dry=dry),
             lambda: _dispatch(model, plan.dispatch, seen=seen, dry=dry, shared=shared),
             lambda: _embedding(model, plan.vocab, vocab),
@@ -162,6 +166,10 @@ def _transformers_model(module: nn.Module) -> PreTrainedModel:
     if found is None:
         raise UsageError(f"{type(module).__name__} holds no transformers model; give `install` a causal LM.")
     return found
+
+
+def _norms(model: PreTrainedModel, method: Activation) -> Part | None:
+    return tile_norms(model, method.tile_bytes) if isinstance(method, Tiled) and method.norms else None
 
 
 def _dispatch(model: PreTrainedModel, method: Dispatch, *, seen: Seen, dry: bool, shared: Shared | None) -> Part | None:
