@@ -10,8 +10,10 @@ from rich.table import Table
 from planish.cli.ask import Asked, hardware_line
 from planish.decode import decode
 from planish.errors import DoesNotFit, PlanishError
+from planish.methods import Bitmap
 from planish.plan.answer import Answer, plan_tables
 from planish.plan.question import IMPORTED_BYTES, Candidate
+from planish.price.activation import DENSITY_PERCENT
 from planish.price.hardware import SOURCES
 from planish.runfile import RunFile
 from planish.units import format_bytes
@@ -218,4 +220,6 @@ def _assumed(asked: Asked, best: Candidate) -> tuple[str, ...]:
         own.append(
             f"no `--host-memory` was given: {format_bytes(best.node_bytes('host'))} a node are taken to be there."
         )
+    if isinstance(best.plan.activation, Bitmap):
+        own.append(f"at most {DENSITY_PERCENT} % of activations are not zero; layers with more compute theirs again.")
     return (*asked.notes, *own)

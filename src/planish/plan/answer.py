@@ -6,7 +6,7 @@ from typing import Any
 from planish.decode import encode, method_name
 from planish.methods import Offload, Plan, StreamAdamW, keeps_attention
 from planish.plan.question import Candidate, Question
-from planish.plan.search import Frame, Option, frames, search
+from planish.plan.search import SLOTS, Frame, Option, frames, search
 from planish.units import format_bytes
 
 _MOST_DEVICES, _LONGEST = 2**16, 2**27
@@ -71,7 +71,7 @@ def _same(options: tuple[Option, ...], wanted: Option) -> Option:
 
 
 def _chosen(best: Candidate, slot: int, options: tuple[Option, ...]) -> Option:
-    method = (best.plan.vocab, best.plan.dispatch, best.plan.boundary, best.plan.optim)[slot]
+    method = getattr(best.plan, SLOTS[slot])
     degrees = {0: ("vp", best.mesh.vp), 1: ("ep", best.mesh.ep)}
     for each in options:
         name, degree = degrees.get(slot, ("vp", each.vp))
@@ -81,7 +81,7 @@ def _chosen(best: Candidate, slot: int, options: tuple[Option, ...]) -> Option:
 
 
 def _word(index: int, option: Option) -> str:
-    peak = ("vocab", "dispatch", "boundary", "optim")[index]
+    peak = SLOTS[index]
     kept = ", attention kept" if keeps_attention(option.method) else ""
     place = ""
     if isinstance(option.method, Offload | StreamAdamW):
@@ -139,8 +139,9 @@ def fewest_devices(question: Question) -> int | None:
         more = replace(question, devices=devices, degrees={}, rows=question.rows)
         for frame in frames(more):
             for options in ((-1, -1), (1, -1)):
-                vocab, dispatch, boundary, optim = frame.slots
-                parts = (vocab[options[0]], dispatch[options[1]], boundary[-1], optim[-1])
+                vocab, dispatch, *others = frame.slots
+                head = vocab[options[0] if len(vocab) > 1 else 0]
+                parts = (head, dispatch[options[1]], *(each[-1] for each in others))
                 if frame.candidate(parts).over() is None:
                     return devices
     return None

@@ -5,8 +5,7 @@ from html import escape
 from itertools import groupby
 
 from planish.plan.question import Candidate
-from planish.price.head import head_bytes
-from planish.price.step import Moment, moments
+from planish.price.step import Moment
 from planish.units import format_bytes
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1100, 460, 70, 880, 40, 410
@@ -27,9 +26,7 @@ _TINTS = ("#f6f7f9", "#e9edf2")
 
 def to_svg(candidate: Candidate) -> str:
     """Return the drawing as SVG text; time runs by moments, not by seconds."""
-    table, batch, plan = candidate.table, candidate.batch, candidate.plan
-    head = head_bytes(table.head, batch, plan.vocab, table.vocab_ranks)
-    found = list(moments(table, batch, head, plan, master=candidate.question.master))
+    found = candidate.moments
     totals = [_by_category(each) for each in found]
     names = sorted(
         {name for each in totals for name in each}, key=lambda name: -max(each.get(name, 0) for each in totals)

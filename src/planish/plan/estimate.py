@@ -1,5 +1,6 @@
 """What a run will hold: the peak of every phase with those who hold it, and the longest context that would fit."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,12 +95,22 @@ def estimate(table: LayerTable, batch: BatchShape, plan: Plan, *, master: bool) 
         plan: Names the methods of head, boundaries and optimizer.
         master: Whether the optimizer keeps fp32 masters of narrower parameters.
     """
-    worst: dict[str, Moment] = {}
+    return of_moments(walk(table, batch, plan, master=master), far=_far(table, plan, master=master))
+
+
+def walk(table: LayerTable, batch: BatchShape, plan: Plan, *, master: bool) -> Iterator[Moment]:
+    """Yield the moments of a step on `batch`."""
     head = head_bytes(table.head, batch, plan.vocab, table.vocab_ranks)
-    for moment in moments(table, batch, head, plan, master=master):
+    return moments(table, batch, head, plan, master=master)
+
+
+def of_moments(found: Iterable[Moment], *, far: dict[str, int]) -> Estimate:
+    """Return the worst of the moments of a step, phase by phase."""
+    worst: dict[str, Moment] = {}
+    for moment in found:
         if moment.phase not in worst or moment.total_bytes > worst[moment.phase].total_bytes:
             worst[moment.phase] = moment
-    return Estimate(phases={phase: _price(worst[phase]) for phase in _PHASES}, far=_far(table, plan, master=master))
+    return Estimate(phases={phase: _price(worst[phase]) for phase in _PHASES}, far=far)
 
 
 def _far(table: LayerTable, plan: Plan, *, master: bool) -> dict[str, int]:

@@ -5,13 +5,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from planish.decode import method_name
 from planish.methods import Offload, Pipelined, Plain, Plan, StreamAdamW, keeps_attention
-from planish.plan.estimate import Estimate, estimate
+from planish.plan.estimate import Estimate, of_moments, walk
 from planish.price.boundary import Boundaries, Depth
 from planish.price.dispatch_ranks import Launch, block_rows_of
 from planish.price.hardware import Hardware
 from planish.price.sharding import Gathered
 from planish.price.state import deal_bytes, placement
+from planish.price.step import Moment
 from planish.price.table import LayerTable
 from planish.price.template import table_of_shape
 from planish.price.times import StepTime, step_time
@@ -113,7 +115,7 @@ class Candidate:
         question, plan = self.question, self.plan
         boundary = "plain" if isinstance(plan.boundary, Plain) else "checkpoint"
         word = "keep" if keeps_attention(plan.boundary) else boundary
-        table = _table(question.shape, question.dtype, word, self.mesh)
+        table = _table(question.shape, question.dtype, word, method_name(type(plan.activation)), self.mesh)
         launch = None
         if self.mesh.ep > 1 and isinstance(plan.dispatch, Pipelined):
             tokens = self.batch.tokens
@@ -129,7 +131,12 @@ class Candidate:
     @cached_property
     def estimate(self) -> Estimate:
         """What one rank holds in each phase on its device."""
-        return estimate(self.table, self.batch, self.plan, master=self.question.master)
+        return of_moments(self.moments, far={})
+
+    @cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """The moments of a step of which each phase's peak is one."""
+        return tuple(walk(self.table, self.batch, self.plan, master=self.question.master))
 
     @cached_property
     def time(self) -> StepTime:
@@ -197,8 +204,8 @@ class Candidate:
         return None
 
 
-@lru_cache(maxsize=64)
-def _table(shape: ModelShape, dtype: str, boundary: str, mesh: MeshShape) -> LayerTable:
+@lru_cache(maxsize=256)
+def _table(shape: ModelShape, dtype: str, boundary: str, activation: str, mesh: MeshShape) -> LayerTable:
     itemsize = 4 if dtype == "fp32" else 2
-    table = table_of_shape(shape, dtype=dtype, boundary=boundary, mesh=mesh)
+    table = table_of_shape(shape, dtype=dtype, boundary=boundary, activation=activation, mesh=mesh)
     return replace(table, gathered=Gathered.of(shape, mesh, itemsize), vocab_ranks=mesh.vp, num_shards=1)

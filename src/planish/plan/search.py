@@ -7,6 +7,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from planish.decode import method_name
 from planish.errors import UsageError
 from planish.methods import (
     AdamW,
@@ -20,13 +21,13 @@ from planish.methods import (
     Ring,
     StreamAdamW,
 )
+from planish.plan.offers import activation_methods
 from planish.plan.question import Candidate, Question
-from planish.price.head import head_bytes
-from planish.price.step import moments
+from planish.price.template import templated_activations
 from planish.shapes import MeshShape
 
 _ALL = 2**60
-_SLOTS = ("vocab", "dispatch", "boundary", "optim")
+SLOTS = ("vocab", "dispatch", "boundary", "activation", "optim")
 _TRIES = 24
 _FEW = 80
 _ROW_TOKENS = 32_768
@@ -92,7 +93,7 @@ class Frame:
             dispatch += [
                 Option(method=Pipelined(), ep=ep, simplicity=1)
                 for ep in divisors(dp)[1:]
-                if question.num_experts % ep == 0
+                if question.num_experts % ep == 0 and (ep >= question.ranks_per_node or "ep" in question.degrees)
             ]
         boundary = [
             Option(method=Plain()),
@@ -101,8 +102,8 @@ class Frame:
             *self._offloads(),
         ]
         optim = [Option(method=AdamW()), *self._streams()]
-        every = (vocab, dispatch, boundary, optim)
-        return tuple(tuple(self._open(name, options)) for name, options in zip(_SLOTS, every, strict=True))
+        every = (vocab, dispatch, boundary, list(self._networks()), optim)
+        return tuple(tuple(self._open(name, options)) for name, options in zip(SLOTS, every, strict=True))
 
     def _open(self, name: str, options: list[Option]) -> list[Option]:
         """Return the options that the user has left open."""
@@ -117,6 +118,13 @@ class Frame:
         if degree in degrees:
             options = [each for each in options if getattr(each, degree) == degrees[degree]]
         return options
+
+    def _networks(self) -> Iterator[Option]:
+        yield Option(method=Plain())
+        known = templated_activations(self.question.shape)
+        for number, method in enumerate(activation_methods(self.question.shape), 1):
+            if method_name(type(method)) in known:
+                yield Option(method=method, simplicity=number)
 
     def _offloads(self) -> Iterator[Option]:
         question = self.question
@@ -134,7 +142,7 @@ class Frame:
 
     def candidate(self, chosen: tuple[Option, ...]) -> Candidate:
         """Return the plan of one option for each slot."""
-        methods = {name: option.method for name, option in zip(_SLOTS, chosen, strict=True)}
+        methods = {name: option.method for name, option in zip(SLOTS, chosen, strict=True)}
         mesh = MeshShape(
             dp=self.dp,
             replicate=self.replicate,
@@ -222,10 +230,10 @@ def search(question: Question) -> Found:
 
 def _bounded(frame: Frame) -> Iterator[Candidate]:
     """Yield the plans of which one holds least: with few and with many ranks to the vocabulary and to experts."""
-    vocab, dispatch, boundary, optim = frame.slots
+    vocab, dispatch, boundary, activation, optim = frame.slots
     for head in {1: vocab[min(1, len(vocab) - 1)], 2: vocab[-1]}.values():
         for experts in {id(each): each for each in (dispatch[0], dispatch[-1])}.values():
-            yield frame.candidate((head, experts, boundary[-1], optim[-1]))
+            yield frame.candidate((head, experts, boundary[-1], activation[-1], optim[-1]))
 
 
 def _no_mesh(question: Question) -> str:
@@ -248,7 +256,7 @@ def _rank(candidate: Candidate) -> tuple[float, int]:
 
 def _plainness(candidate: Candidate) -> int:
     plan, mesh = candidate.plan, candidate.mesh
-    methods = (plan.vocab, plan.boundary, plan.optim)
+    methods = (plan.vocab, plan.boundary, plan.activation, plan.optim)
     far = sum(isinstance(each, Offload | StreamAdamW) for each in methods)
     bounded = sum(not isinstance(each, Plain | AdamW) for each in methods)
     return bounded + 2 * far + sum(degree > 1 for degree in (mesh.cp, mesh.ep, mesh.vp, mesh.pp))
@@ -329,11 +337,9 @@ def exhaust(frame: Frame) -> Candidate | None:
 
 def kinds_of_moments(candidate: Candidate) -> dict[str, int]:
     """Return the most bytes of each kind of moment: phases, and the first and last layer or none at work."""
-    table, batch, plan = candidate.table, candidate.batch, candidate.plan
-    head = head_bytes(table.head, batch, plan.vocab, table.vocab_ranks)
-    last = len(table.layers) - 1
+    last = len(candidate.table.layers) - 1
     found: dict[str, int] = {}
-    for moment in moments(table, batch, head, plan, master=candidate.question.master):
+    for moment in candidate.moments:
         where = {None: "around", 0: "first", last: "last"}.get(moment.layer, "inside")
         kind = f"{moment.phase} {where} {moment.doing}"
         found[kind] = max(found.get(kind, 0), moment.total_bytes)

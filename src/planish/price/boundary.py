@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 from typing import Self
 
@@ -93,6 +94,7 @@ class Boundaries:
         """Return which are in far memory alone while layer `index` runs again and backward."""
         return self._away(index, self.every)
 
+    @lru_cache(maxsize=4096)  # noqa: B019 - frozen, and small
     def _away(self, index: int, distance: int) -> list[int]:
         """Return those that go before `index`, but for one that is at most `distance` layers before it."""
         gone = [each for each in range(index) if self.goes(each)]

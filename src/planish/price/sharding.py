@@ -43,8 +43,8 @@ class Gathered:
     """Weights and gradients that a rank holds whole for a while.
 
     [Note: what FSDP2 holds] The weights beside the layers for the whole pass, twice while they arrive. Of the layers
-    two, the one at work and the next, and a third's pieces while they arrive. In backward also the previous layer's
-    gradients, as they are and in the dtype that they are added up in.
+    two, the one at work and the next, and a third's pieces while they arrive between layers. In backward also the
+    previous layer's gradients in the dtype that they are added up in.
 
     Attributes:
         root: Bytes of the weights beside the layers.
@@ -72,12 +72,14 @@ class Gathered:
     def at(self, phase: str, *, in_layer: bool) -> int:
         """Return the bytes while a phase's layers, or what lies around them, are at work."""
         match phase:
+            case "forward" | "eval" if in_layer:
+                return self.root + 2 * self.layer
             case "forward" | "eval":
                 return max(2 * self.root, self.root + 3 * self.layer)
             case "head":
-                return self.root + 2 * self.layer
+                return self.root + self.layer
             case "backward" if in_layer:
-                return self.root + int((3 + self.wide) * self.layer)
+                return self.root + int((2 + self.wide) * self.layer)
             case "backward":
                 return int(self.wide * self.root) + 3 * self.layer
             case _:

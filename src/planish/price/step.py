@@ -1,7 +1,7 @@
 """A training step as a walk through its moments: what is alive at each and who holds it, for any batch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planish.methods import (
     Activation,
@@ -59,6 +59,10 @@ class Moment:
     def total_bytes(self) -> int:
         """Bytes alive together."""
         return sum(self.sizes.values())
+
+    def beside(self, sizes: Sizes) -> "Moment":
+        """Return the moment with other bytes alive too."""
+        return Moment(phase=self.phase, layer=self.layer, doing=self.doing, sizes=_sum(self.sizes, sizes))
 
 
 def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *, master: bool) -> Iterator[Moment]:
@@ -130,8 +134,7 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
 
 
 def _gather(moment: Moment, gathered: Gathered) -> Moment:
-    nbytes = gathered.at(moment.phase, in_layer=moment.layer is not None)
-    return replace(moment, sizes=_sum(moment.sizes, {_GATHERED: nbytes}))
+    return moment.beside({_GATHERED: gathered.at(moment.phase, in_layer=moment.layer is not None)})
 
 
 def _dealing(table: LayerTable, base: Sizes) -> Moment:
@@ -221,7 +224,7 @@ class _Walk:
                 continue
             away = self.depth.away(part, layer, leg.phase) if trained else 0
             for moment in self._leg(leg, layer, part if trained else None):
-                here = replace(moment, sizes=_sum(moment.sizes, {self.boundary: -away})) if away else moment
+                here = moment.beside({self.boundary: -away}) if away else moment
                 yield here if self.table.gathered is None else _gather(here, self.table.gathered)
 
     def _pass_by(self, leg: Leg, layer: int, part: Part | None, times: int) -> None:

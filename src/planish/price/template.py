@@ -65,6 +65,12 @@ def _read(model_type: str) -> Mapping[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
+def templated_activations(shape: ModelShape) -> frozenset[str]:
+    """Return the methods of feed-forward networks that the family's template has, beside the plain way."""
+    tables = _template_of(shape)["tables"]
+    return frozenset(name.rpartition(" ")[2] for name in tables if name.count(" ") > 1)
+
+
 def has_template(shape: ModelShape) -> bool:
     """Return whether the family of `shape` has a template of its own."""
     return _read(_ALIASES.get(shape.model_type, shape.model_type)) is not None
@@ -102,17 +108,21 @@ def table_of_shape(
         mesh: The ranks; the table is of what one of them holds beside the weights that it gathers.
         products_itemsize: Bytes of what experts multiply; None: as the weights.
     """
-    mixed = any(isinstance(layer.ffn, ExpertsShape) for layer in shape.layers)
-    name = _ALIASES.get(shape.model_type, shape.model_type)
-    dense = any(not isinstance(layer.ffn, ExpertsShape) for layer in shape.layers)
-    template = (
-        (mixed and dense and _read(f"{name}_mixed")) or _read(name) or _read(_nearest(shape, mixed=mixed, dense=dense))
-    )
-    assert template is not None
+    template = _template_of(shape)
     itemsize = 4 if dtype == "fp32" else 2
     word = "" if activation == "plain" else f" {activation}"
     tree = template["tables"][f"{dtype.removesuffix('-pure')} {boundary}{word}"]
     return _Writer(shape, mesh, tree, itemsize, products_itemsize or itemsize).table()
+
+
+def _template_of(shape: ModelShape) -> Mapping[str, Any]:
+    mixed = any(isinstance(layer.ffn, ExpertsShape) for layer in shape.layers)
+    dense = any(not isinstance(layer.ffn, ExpertsShape) for layer in shape.layers)
+    name = _ALIASES.get(shape.model_type, shape.model_type)
+    own = (mixed and dense and _read(f"{name}_mixed")) or _read(name)
+    template = own or _read(_nearest(shape, mixed=mixed, dense=dense))
+    assert template is not None
+    return template
 
 
 def _nearest(shape: ModelShape, *, mixed: bool, dense: bool) -> str:
@@ -162,7 +172,9 @@ class _Writer:
             attention=tuple(layer.attention for layer in layers),
             experts=tuple(self._experts(layer) for layer in layers),
             feed_forwards=tuple(self._network(layer) for layer in layers) if "feed_forward" in tree else (),
-            **{name: self._pass(tree[name], sources) for name in ("first", "later", "evaluation")},
+            first=self._pass(tree["first"], sources),
+            later=self._pass(tree["first" if self._is_sharded else "later"], sources, again=self._is_sharded),
+            evaluation=self._pass(tree["evaluation"], sources),
             buckets=self._mesh.dp == 1 < self._mesh.replicate,
         )
 
@@ -182,7 +194,12 @@ class _Writer:
         )
         return next(found[0] for found in by_rank if found)
 
-    def _pass(self, tree: Mapping[str, Any], sources: list[tuple[int, LayerShape]]) -> Pass:
+    @property
+    def _is_sharded(self) -> bool:
+        return self._whole != self._own
+
+    def _pass(self, tree: Mapping[str, Any], sources: list[tuple[int, LayerShape]], *, again: bool = False) -> Pass:
+        """Return a pass; where ranks share weights, one `again` adds to shards of gradients and leaves no others."""
         shape = self._shape
         edge = {"enter": shape.layers[0], "turn": shape.layers[-1], "leave": shape.layers[0]}
         parts = {}
@@ -196,28 +213,28 @@ class _Writer:
                     for traced, layer in sources
                 )
         if shape.tied:
-            again = not any(holder.category == "gradients" for leg in parts["leave"] for holder in leg.change)
+            later = not any(holder.category == "gradients" for leg in parts["leave"] for holder in leg.change)
             parts["leave"] = tuple(map(_added, parts["leave"]))
-            if again and any(parts["leave"]):  # a later microbatch: the head's gradient waits to be added
+            if later and any(parts["leave"]):  # a later microbatch: the head's gradient waits to be added
                 nbytes = self._whole[_EMBEDDING]
                 *before, turned = parts["turn"]
                 first, *after = parts["leave"]
                 peaks = tuple(each if _fixed_bytes(each) >= nbytes else _plus(each, nbytes) for each in turned.peaks)
                 parts["turn"] = (*before, replace(turned, change=_plus(turned.change, nbytes), peaks=peaks))
                 parts["leave"] = (replace(first, change=_plus(first.change, -nbytes)), *after)
-        if self._whole != self._own:
-            parts["backward"] = tuple(map(self._reduced, parts["backward"]))
-            parts["leave"] = self._reduced((*parts["turn"], *parts["leave"]))[len(parts["turn"]) :]
+        if self._is_sharded:
+            parts["backward"] = tuple(self._reduced(legs, again=again) for legs in parts["backward"])
+            parts["leave"] = self._reduced((*parts["turn"], *parts["leave"]), again=again)[len(parts["turn"]) :]
         return Pass(**parts)
 
-    def _reduced(self, legs: tuple[Leg, ...]) -> tuple[Leg, ...]:
+    def _reduced(self, legs: tuple[Leg, ...], *, again: bool) -> tuple[Leg, ...]:
         """Return `legs` at whose end whole gradients have become this rank's shards of them."""
         if not legs:
             return legs
         grads = {holder: line for leg in legs for holder, line in leg.change.items() if holder.category == "gradients"}
         last = dict(legs[-1].change)
         for holder, line in grads.items():
-            gone = self._whole[holder.owner] - self._own[holder.owner]
+            gone = self._whole[holder.owner] - (0 if again else self._own[holder.owner])
             last[holder] = Line(last.get(holder, Line()).fixed - gone * (line.fixed > 0))
         return (*legs[:-1], replace(legs[-1], change=last))
 
@@ -226,7 +243,7 @@ class _Writer:
         symbols = {"1": 1, **widths(self._shape, layer)}
         return Leg(
             phase=phase,
-            peaks=tuple(self._lines(each, symbols) for each in peaks),
+            peaks=_largest([self._lines(each, symbols) for each in peaks]),
             change=self._lines(change, symbols),
             then=then,
         )
@@ -284,8 +301,21 @@ class _Writer:
         )
 
     def _save_bytes(self) -> int:
-        """Return what converting one layer's experts to a checkpoint's tensors takes: all of them again."""
-        return max((nbytes for name, nbytes in self._whole.items() if is_expert(name)), default=0)
+        """Return what writing takes at most: one layer's experts again; over ranks a tensor brought together, twice."""
+        sizes = {each.name: each.numel * self._itemsize for each in self._shape.tensors}
+        experts = max((nbytes for name, nbytes in sizes.items() if is_expert(name)), default=0)
+        return max(3 * experts, 2 * max(sizes.values())) if self._is_sharded else experts
+
+
+def _largest(moments: list[Lines]) -> tuple[Lines, ...]:
+    """Return the moments of which none is at most another one for every batch."""
+    kept: dict[tuple[int, int], Lines] = {}
+    for lines in moments:
+        fixed, token = sum(each.fixed for each in lines.values()), sum(each.per_token for each in lines.values())
+        if not any(fixed <= other[0] and token <= other[1] for other in kept):
+            kept = {other: each for other, each in kept.items() if not (other[0] <= fixed and other[1] <= token)}
+            kept[fixed, token] = lines
+    return tuple(kept.values())
 
 
 def _long(name: str, row: Any) -> tuple[Mapping[str, int], Mapping[str, int]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from planish.methods import (
+    Bitmap,
     Blocked,
     Offload,
     Plain,
@@ -115,7 +116,7 @@ class _Passes:
     @classmethod
     def of(cls, plan: Plan) -> "_Passes":
         again = 0 if isinstance(plan.boundary, Plain) else 1
-        tiled = isinstance(plan.activation, Tiled)
+        again_inside = {Tiled: 0.6, Bitmap: 0.1}.get(type(plan.activation), 0.0)  # packing takes time beside products
         kept = keeps_attention(plan.boundary)
         match plan.vocab:
             case Plain():
@@ -127,7 +128,7 @@ class _Passes:
             case _:
                 assert_never(plan.vocab)
         return cls(
-            layers=3.0 + again + 0.6 * tiled,
+            layers=3.0 + again + again_inside,
             experts=4.0 + again,
             scores=3.5 + (0 if kept else again),
             head=head,
