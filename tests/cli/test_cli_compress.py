@@ -34,6 +34,8 @@ def test_a_child_has_its_size_and_opens_and_is_what_was_said(scene, capsys):
     tree = json.loads((out / "outcome.json").read_text())
     assert tree["child"]["parameters"] <= 0.8 * tree["parent"]["parameters"]
     assert "search" in said
+    assert tree["harm_of_one_per_cent"]["parameters"] > 0
+    assert "one per cent more would save" in said
     assert "scores: " in said
     child = AutoModelForCausalLM.from_pretrained(out / "child")
     assert sum(each.numel() for each in child.parameters()) == tree["child"]["parameters"]
@@ -134,6 +136,7 @@ def test_a_budget_that_fits_holds(scene, capsys):
         (["--parameters", "0.8x", "--decode", "many"], "rows x tokens"),
         (["--parameters", "0.8x", "--rows", "1", "1", "1"], "at least 4 2 2"),
         (["--parameters", "0.8x", "--batches", "0"], "positive"),
+        (["--parameters", "0.8x", "--joint", "2"], "between 0 and 1"),
         (["--parameters", "0.8x", "--anchors", "1"], "at least 2"),
         (["--parameters", "0.8x", "--every", "64"], "below `--context`"),
         (["--parameters", "0.8x", "--widths", "1.5"], "between 0 and 1"),

@@ -51,6 +51,8 @@ class Options:
     """Tokens of a row."""
     every: int = 2
     """Scores count one of so many tokens."""
+    joint: float = 0.02
+    """Share of a layer's pairs (attention, network) that are scored together, to check that their harms add up."""
     widths: tuple[float, ...] = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
     """Parts of the feed-forward width that a layer may have."""
     width_multiple: int = 64
@@ -101,7 +103,8 @@ def main(words: list[str]) -> int:
 
     import torch
 
-    from planish.compress.job import Job, exceeded, told
+    from planish.compress.job import Job
+    from planish.compress.outcome import exceeded, told
     from planish.models.builtin import model_folder
     from planish.models.load import load_tokenizer
     from planish.report.child import headline, write_child_page
@@ -195,6 +198,8 @@ def _order(options: Options) -> Any:
         raise UsageError("`--batches` must be positive, and needs a `--decode` that is served.")
     if options.anchors is not None and options.anchors < 2:
         raise UsageError(f"`--anchors` must be at least 2, got {options.anchors}; three constants are fitted to them.")
+    if not 0 <= options.joint <= 1:
+        raise UsageError(f"`--joint` must be between 0 and 1, got {options.joint}; it is a share of all pairs.")
     if not 1 <= options.every < count(options.context, name="--context"):
         raise UsageError(f"`--every` must be at least 1 and below `--context`, got {options.every}.")
     try:
@@ -211,6 +216,7 @@ def _order(options: Options) -> Any:
         rows=options.rows,
         context=count(options.context, name="--context"),
         every=options.every,
+        joint=options.joint,
         rounds=options.rounds,
         anchors=options.anchors,
         batches=options.batches,
@@ -235,6 +241,9 @@ def _print(tree: dict[str, Any], sentence: str, out: Path) -> None:
         shares = (each["measured_s"][name] / tree["parent"]["measured_s"][name] for name in names)
         row = "".join(f"{share:>18.1%}" for share in shares)
         say(f"{each['name']:<17}{row}{each['loss']:>9.4f}{each['kl']:>9.4f}{each['agreement']:>7.1%}")
+    worth = [f"{value:.4f} by {name}" for name, value in tree["harm_of_one_per_cent"].items() if value > 0]
+    if worth:
+        say(f"\nHarm that one per cent more would save: {', '.join(worth)}.")
     say(f"\n{out / 'child'}\n{out / 'report.html'}")
 
 

@@ -5,13 +5,12 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from planish.compress.baselines import BASELINES, Task, drawn
 from planish.compress.costs import Costs, Scenario, model_bytes, model_parameters
@@ -21,71 +20,22 @@ from planish.compress.library import Library
 from planish.compress.make import make_library
 from planish.compress.measure import Rival, Timing, calibrated, measure_costs
 from planish.compress.order import Order, at_batch, check_fits, stage_bytes
+from planish.compress.outcome import RECORD, Judged, Outcome
 from planish.compress.parent import StreamedParent
 from planish.compress.realise import assemble, write_child
 from planish.compress.scores import Scores, Scoring, influence, score
-from planish.compress.search import Ceiling, best_batch, pareto, search
-from planish.compress.settle import Make, Quality, Settled, improve, quality, settle
+from planish.compress.search import Ceiling, as_problem, best_batch, pareto, search
+from planish.compress.settle import Make, Settled, improve, quality, settle
 from planish.compress.space import Architecture
 from planish.compress.stack import Stack
 from planish.compress.text import rows_of
 from planish.data.encode import Tokenizer
 from planish.errors import DoesNotFit, WorldFailed
+from planish.knapsack import prices
 from planish.memory.ledger import Ledger
 
-RECORD = "compress.json"
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4)
 Note = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """A child with what was predicted and measured of it.
-
-    Attributes:
-        name: How it was found.
-        architecture: Its layers.
-        predicted: Seconds by scenario's label before it was measured.
-        measured: Seconds by scenario's label.
-        memory_bytes: Priced, by scenario's label.
-        parameters: Numbers in it.
-        quality: On text that nothing else has read.
-    """
-
-    name: str
-    architecture: Architecture
-    predicted: Mapping[str, float]
-    measured: Mapping[str, float]
-    memory_bytes: Mapping[str, float]
-    parameters: int
-    quality: Quality
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a job found.
-
-    Attributes:
-        order: What was asked.
-        ceilings: The targets in numbers.
-        parent: The parent as its own child.
-        child: What the search found.
-        baselines: What else was assembled and judged; empty unless asked for.
-        curve: (share, sum of harm) of the best child at shares of the parent.
-        harm: Of the child's layers, attention and network each.
-        additivity: (pairs tried, rank correlation, median of joint over sum).
-        machine: Where it was measured.
-    """
-
-    order: Order
-    ceilings: tuple[Ceiling, ...]
-    parent: Judged
-    child: Judged
-    baselines: tuple[Judged, ...]
-    curve: tuple[tuple[float, float], ...]
-    harm: tuple[float, ...]
-    additivity: tuple[int, float, float]
-    machine: str
 
 
 class Job:
@@ -142,6 +92,7 @@ class Job:
             curve=tuple((share, found.harm) for share, found in self._curve(costs)),
             harm=tuple(self.scores.value(i, each, self.order.metric) for i, each in enumerate(best.layers)),
             additivity=(known.count, known.rank_correlation, known.ratio),
+            worth=self._worth(costs),
             machine=self.costs.machine,
         )
 
@@ -205,17 +156,26 @@ class Job:
         """What each option does alone."""
         key = key_of(self._key, self._scored.tolist(), str(self._scoring), str(self._score_dtype))
         with self._bounded():
-            return score(
+            found = score(
                 Stack(self.library, dtype=self._score_dtype),
                 self._scoring_judge,
                 self._scoring,
                 journal=Journal(self.order.out / "scores.jsonl", key),
                 progress=self._progress("scores"),
             )
+        known = found.additivity()
+        if not known.holds:
+            self._note(
+                f"scores: the harms of attention and network do not add up (rank correlation "
+                f"{known.rank_correlation:.2f} over {known.count} layers); `--joint 1` measures every pair"
+            )
+        return found
 
     @property
     def _scoring(self) -> Scoring:
-        return Scoring(every=self.order.every, batch_rows=min(4, self.order.rows[1]), seed=self.order.seed)
+        return Scoring(
+            every=self.order.every, batch_rows=min(4, self.order.rows[1]), joint=self.order.joint, seed=self.order.seed
+        )
 
     @cached_property
     def _scoring_judge(self) -> Judge:
@@ -295,6 +255,14 @@ class Job:
         harm = self.scores.table(self.space, self.order.metric)
         return pareto(self.space, harm, self.ceilings, costs, _SHARES)
 
+    def _worth(self, costs: Costs) -> dict[str, float]:
+        """Return what a per cent more of each ceiling is worth in harm."""
+        harm = self.scores.table(self.space, self.order.metric)
+        found = prices(as_problem(self.space, harm, self.ceilings, costs))
+        return {
+            each.name: found.get(each.name, 0.0) * each.at_most * _unit(each, costs) / 100 for each in self.ceilings
+        }
+
     def _write(self, child: Judged) -> None:
         folder = self.order.out / "child"
         try:
@@ -341,52 +309,6 @@ class Job:
         return progress
 
 
-def told(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome as JSON holds it."""
-
-    def judged(each: Judged) -> dict[str, Any]:
-        return {
-            "name": each.name,
-            "predicted_s": dict(each.predicted),
-            "measured_s": dict(each.measured),
-            "memory_bytes": dict(each.memory_bytes),
-            "parameters": each.parameters,
-            **asdict(each.quality),
-            "layers": [choice.label for choice in each.architecture.layers],
-        }
-
-    return {
-        "model": outcome.order.model,
-        "metric": outcome.order.metric,
-        "machine": outcome.machine,
-        "targets": [{"name": each.name, "kind": each.kind, "at_most": each.at_most} for each in outcome.ceilings],
-        "parent": judged(outcome.parent),
-        "child": judged(outcome.child),
-        "baselines": [judged(each) for each in outcome.baselines],
-        "curve": [list(point) for point in outcome.curve],
-        "harm": list(outcome.harm),
-        "additivity": dict(zip(("tried", "rank_correlation", "ratio"), outcome.additivity, strict=True)),
-    }
-
-
-def held_out(record: Mapping[str, Any], tokenizer: Tokenizer) -> Tensor:
-    """Return the rows that a child was judged on, by what its folder says."""
-    rows = rows_of(record["text"], tokenizer, context=record["context"], count=sum(record["rows"]))
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(record["seed"]))
-    return rows[order].split(record["rows"])[2]
-
-
-def exceeded(outcome: Outcome, *, tolerance: float) -> list[str]:
-    """Return a sentence for each ceiling that the measured child is above by more than `tolerance`."""
-    told = []
-    for ceiling in outcome.ceilings:
-        value = (
-            outcome.child.measured[ceiling.scenario]
-            if ceiling.kind == "latency"
-            else outcome.child.memory_bytes[ceiling.scenario]
-            if ceiling.kind == "memory"
-            else outcome.child.parameters
-        )
-        if value > ceiling.at_most * (1 + tolerance):
-            told.append(f"{ceiling.name} is {ceiling.told(value)}, {ceiling.told(ceiling.at_most)} was asked for")
-    return told
+def _unit(ceiling: Ceiling, costs: Costs) -> float:
+    """Return how much of its row one unit of a ceiling is: rows are before calibration."""
+    return 1 / costs.factors.get(ceiling.scenario, 1.0) if ceiling.kind == "latency" else 1.0

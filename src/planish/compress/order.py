@@ -66,6 +66,7 @@ class Order:
         rows: Rows that calibrate, score and judge.
         context: Tokens of a row.
         every: Scores count one of so many tokens.
+        joint: Share of the pairs of sub-blocks that are measured together.
         rounds: Of each measurement of latency.
         anchors: Sub-blocks of each kind that are measured, the others fitted to them; None measures all.
         batches: Rows decoded at once that are tried; the one that lets the least harm through is served.
@@ -86,6 +87,7 @@ class Order:
     rows: tuple[int, int, int] = (48, 16, 32)
     context: int = 512
     every: int = 2
+    joint: float = 0.02
     rounds: int = 24
     anchors: int | None = None
     batches: tuple[int, ...] = ()

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import planish.models.child  # noqa: F401 - lets transformers open children
 from planish.compress.costs import Scenario
-from planish.compress.job import RECORD, held_out
 from planish.compress.judge import Judge, Whole
 from planish.compress.measure import Rival, model_run
+from planish.compress.outcome import RECORD, held_out
 from planish.compress.settle import quality
 from planish.errors import UsageError
 from planish.memory.ledger import Ledger

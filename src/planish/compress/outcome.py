@@ -1,0 +1,121 @@
+"""What compression found, as values, as JSON, and as what a child's folder says of it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planish.compress.order import Order
+from planish.compress.search import Ceiling
+from planish.compress.settle import Quality
+from planish.compress.space import Architecture
+from planish.compress.text import rows_of
+from planish.data.encode import Tokenizer
+
+RECORD = "compress.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A child with what was predicted and measured of it.
+
+    Attributes:
+        name: How it was found.
+        architecture: Its layers.
+        predicted: Seconds by scenario's label before it was measured.
+        measured: Seconds by scenario's label.
+        memory_bytes: Priced, by scenario's label.
+        parameters: Numbers in it.
+        quality: On text that nothing else has read.
+    """
+
+    name: str
+    architecture: Architecture
+    predicted: Mapping[str, float]
+    measured: Mapping[str, float]
+    memory_bytes: Mapping[str, float]
+    parameters: int
+    quality: Quality
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a job found.
+
+    Attributes:
+        order: What was asked.
+        ceilings: The targets in numbers.
+        parent: The parent as its own child.
+        child: What the search found.
+        baselines: What else was assembled and judged; empty unless asked for.
+        curve: (share, sum of harm) of the best child at shares of the parent.
+        harm: Of the child's layers, attention and network each.
+        additivity: (pairs tried, rank correlation, median of joint over sum).
+        worth: By ceiling's name, how much less harm one per cent more of it would do, by the relaxation.
+        machine: Where it was measured.
+    """
+
+    order: Order
+    ceilings: tuple[Ceiling, ...]
+    parent: Judged
+    child: Judged
+    baselines: tuple[Judged, ...]
+    curve: tuple[tuple[float, float], ...]
+    harm: tuple[float, ...]
+    additivity: tuple[int, float, float]
+    worth: Mapping[str, float]
+    machine: str
+
+
+def told(outcome: Outcome) -> dict[str, Any]:
+    """Return an outcome as JSON holds it."""
+
+    def judged(each: Judged) -> dict[str, Any]:
+        return {
+            "name": each.name,
+            "predicted_s": dict(each.predicted),
+            "measured_s": dict(each.measured),
+            "memory_bytes": dict(each.memory_bytes),
+            "parameters": each.parameters,
+            **asdict(each.quality),
+            "layers": [choice.label for choice in each.architecture.layers],
+        }
+
+    return {
+        "model": outcome.order.model,
+        "metric": outcome.order.metric,
+        "machine": outcome.machine,
+        "targets": [{"name": each.name, "kind": each.kind, "at_most": each.at_most} for each in outcome.ceilings],
+        "parent": judged(outcome.parent),
+        "child": judged(outcome.child),
+        "baselines": [judged(each) for each in outcome.baselines],
+        "curve": [list(point) for point in outcome.curve],
+        "harm": list(outcome.harm),
+        "harm_of_one_per_cent": dict(outcome.worth),
+        "additivity": dict(zip(("tried", "rank_correlation", "ratio"), outcome.additivity, strict=True)),
+    }
+
+
+def held_out(record: Mapping[str, Any], tokenizer: Tokenizer) -> Tensor:
+    """Return the rows that a child was judged on, by what its folder says."""
+    rows = rows_of(record["text"], tokenizer, context=record["context"], count=sum(record["rows"]))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(record["seed"]))
+    return rows[order].split(record["rows"])[2]
+
+
+def exceeded(outcome: Outcome, *, tolerance: float) -> list[str]:
+    """Return a sentence for each ceiling that the measured child is above by more than `tolerance`."""
+    told = []
+    for ceiling in outcome.ceilings:
+        value = (
+            outcome.child.measured[ceiling.scenario]
+            if ceiling.kind == "latency"
+            else outcome.child.memory_bytes[ceiling.scenario]
+            if ceiling.kind == "memory"
+            else outcome.child.parameters
+        )
+        if value > ceiling.at_most * (1 + tolerance):
+            told.append(f"{ceiling.name} is {ceiling.told(value)}, {ceiling.told(ceiling.at_most)} was asked for")
+    return told
