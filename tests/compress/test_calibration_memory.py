@@ -15,9 +15,9 @@ CPU = torch.device("cpu")
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16, "dtype": torch.float32}
 CASES = {
     "solving": {"intermediate_size": 192, "num_key_value_heads": 2},
-    "rows": {"intermediate_size": 192, "num_key_value_heads": 2, "context": 512, "batch_rows": 6},
-    "bf16 rows": {"intermediate_size": 192, "num_key_value_heads": 2, "context": 256, "batch_rows": 6, "bf16": True},
-    "windows": {"intermediate_size": 64, "num_key_value_heads": 2, "context": 512, "batch_rows": 6, "windows": (8, 32)},
+    "rows": {"intermediate_size": 192, "num_key_value_heads": 2, "context": 512, "batch_rows": 4},
+    "bf16 rows": {"intermediate_size": 192, "num_key_value_heads": 2, "context": 256, "batch_rows": 4, "bf16": True},
+    "windows": {"intermediate_size": 64, "num_key_value_heads": 2, "context": 512, "batch_rows": 4, "windows": (8, 32)},
     "narrow": {"hidden_size": 32, "head_dim": 8, "intermediate_size": 400, "num_key_value_heads": 2},
     "embedding": {"vocab_size": 20000, "intermediate_size": 32, "num_key_value_heads": 4, "context": 16},
     "in memory": {"intermediate_size": 192, "num_key_value_heads": 2, "whole": True},

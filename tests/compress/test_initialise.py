@@ -12,6 +12,7 @@ from planish.compress.initialise import (
     select_heads,
 )
 from planish.compress.normal import Normal
+from planish.compress.refit import Start, Sums
 from planish.compress.space import KeepHeads, LinearAttention, LinearFfn, SlidingWindow, Width
 
 
@@ -101,7 +102,7 @@ def test_the_product_of_values_and_output():
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "mixtral"])
 def test_every_option_is_better_than_as_it_was_published(library, family):
-    """On held-out tokens: below the best published initialisation, and below nothing at all."""
+    """On tokens that were neither fitted to nor chosen by: below the best published start, and below nothing at all."""
     blocks = library(family)
     names = {name: blocks.info(name) for name in blocks if name != "ends"}
     reduced = {name: info for name, info in names.items() if info.made not in ("parent", "nothing")}
@@ -147,3 +148,27 @@ def test_what_is_said_of_an_option_is_what_it_does(library, parent, sentences):
             other = stack.layer(1, space.parent.__class__(attention=space.parent.attention, ffn=option))
             found = other.mlp(other.post_attention_layernorm(between))
             assert error(found, out).item() == pytest.approx(blocks.error(1, "ffn", option), rel=1e-3, abs=1e-9), option
+
+
+def test_little_text_is_fitted_to_less():
+    """With fewer tokens than inputs a weak ridge errs more than none on other tokens, and is not taken."""
+    x, known, noise = drawn(400, 40), drawn(30, 40, seed=1), drawn(400, 30, seed=2)
+    y = x @ known.T + 4 * noise
+    start = Start(made="known", matrix=known + 0.3 * drawn(30, 40, seed=3))
+    chosen = {}
+    for name, tokens in (("little", 20), ("much", 300)):
+        sums = Sums(40, 30, x)
+        for part, rows in (("fit", slice(0, tokens)), ("choose", slice(300, 350)), ("held", slice(350, 400))):
+            sums.parts[part].add(x[rows], y[rows])
+        sums.close()
+        errors = [
+            sums.parts["choose"].error(sums.parts["fit"].solve(start.matrix, ridge=each)) for each in (1e-3, 10.0)
+        ]
+        chosen[name] = sums.choose([start], (1e-3, 1e-2, 0.1, 1.0, 10.0))
+        assert chosen[name].error <= max(errors)
+        plain = sums.parts["held"].error(start.matrix)
+        sums.settle()
+        assert sums.held.error(sums.solve(chosen[name])) < 1.02 * plain
+    assert chosen["little"].ridge is None or chosen["little"].ridge >= 1
+    assert chosen["much"].ridge is not None
+    assert chosen["much"].ridge < (chosen["little"].ridge or 1e9)

@@ -81,8 +81,10 @@ def test_what_is_not_there_is_said(made, tmp_path):
 def test_too_few_rows_are_refused(parent, sentences, tmp_path):
     whole = WholeParent(parent())
     library = Library.create(tmp_path, config=whole.config, space=whole.space(FEW), made_from="x")
-    with pytest.raises(UsageError, match=r"`calibration.rows` = 3 leaves none to fit or none to hold out"):
-        calibrate(whole, sentences[:3], library, Calibration())
+    with pytest.raises(
+        UsageError, match=r"`calibration.rows` = 2 leaves none to fit beside those that choose and judge"
+    ):
+        calibrate(whole, sentences[:2], library, Calibration())
     with pytest.raises(ValueError, match=r"`heldout` must be between 0 and 1, got 1"):
         Calibration(heldout=1)
     assert torch.is_tensor(sentences)

@@ -7,6 +7,7 @@ kept of a token but those, so memory is one layer, its statistics and the hidden
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from planish.compress.initialise import (
     Order,
     attention_product,
     best_of_groups,
+    cut_channels,
     ffn_product,
+    head_scores,
     only_own_queries,
     order_by_contribution,
     order_by_refit,
@@ -26,8 +29,8 @@ from planish.compress.initialise import (
     select_heads,
 )
 from planish.compress.library import ENDS, Library, block_name
-from planish.compress.normal import Normal
 from planish.compress.parent import Parent
+from planish.compress.refit import Part, Start, Sums
 from planish.compress.space import (
     AttentionOption,
     Choice,
@@ -52,24 +55,44 @@ class Calibration:
 
     Attributes:
         heldout: Part of the rows, the last ones, that errors are measured on and nothing is fitted to.
+        choosing: Part of the others, their last, that says how strongly to re-fit and from which start; then they are
+            fitted to as well.
         batch_rows: Rows that run at once.
-        ridge: How strongly a re-fit is drawn to what it started from, as part of each input's own square.
-        order: What ranks channels: the published "contribution", the same "iterative"ly, or by "refit".
+        ridges: How strongly a re-fit may be drawn to what it started from, as part of each input's own square: little
+            text needs more.
+        orders: What may rank channels: the published "contribution", the same "iterative"ly, or by "refit".
         balance: Whether every token counts the same in a re-fit, however large its output is (a first token's is often
             a thousand times that of others).
     """
 
     heldout: float = 0.25
+    choosing: float = 0.25
     batch_rows: int = 2
-    ridge: float = 1e-3
-    order: Order = "refit"
+    ridges: tuple[float, ...] = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
+    orders: tuple[Order, ...] = ("contribution", "iterative", "refit")
     balance: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.heldout < 1:
-            raise ValueError(
-                f"`heldout` must be between 0 and 1, got {self.heldout}; 0.25 keeps a quarter of the rows."
+        for name in ("heldout", "choosing"):
+            share = getattr(self, name)
+            if not 0 < share < 1:
+                raise ValueError(f"`{name}` must be between 0 and 1, got {share}; 0.25 keeps a quarter of the rows.")
+        if not self.orders or min(self.ridges, default=1) <= 0:
+            raise ValueError(f"`orders` must name one and `ridges` be positive, got {self.orders} and {self.ridges}.")
+
+    def borders(self, rows: int) -> tuple[int, int]:
+        """Return the first of `rows` rows that chooses, and the first that is held out.
+
+        Raises:
+            UsageError: Too few to have some of each.
+        """
+        held = rows - max(1, round(rows * self.heldout))
+        choose = held - max(1, round(held * self.choosing))
+        if choose < 1:
+            raise UsageError(
+                f"`calibration.rows` = {rows} leaves none to fit beside those that choose and judge; give at least 4."
             )
+        return choose, held
 
 
 def calibrate(
@@ -95,9 +118,7 @@ def calibrate(
     Raises:
         UsageError: Too few rows to hold some out.
     """
-    heldout = int(len(rows) * settings.heldout)
-    if not 0 < heldout < len(rows):
-        raise UsageError(f"`calibration.rows` = {len(rows)} leaves none to fit or none to hold out; give at least 4.")
+    borders = settings.borders(len(rows))
     with torch.no_grad():
         ends = parent.ends()
         if ENDS not in library:
@@ -107,33 +128,19 @@ def calibrate(
         for index, space in enumerate(library.space.layers):
             with parent.layer(index) as layer:
                 fit = _LayerFit(parent, layer, index, space, settings)
-                for start in range(0, len(rows), settings.batch_rows):
-                    for part_ in _sides(start, min(start + settings.batch_rows, len(rows)), len(rows) - heldout):
-                        hidden[part_] = fit.see(hidden[part_], held=part_.start >= len(rows) - heldout)
+                for here, which in _batches(len(rows), settings.batch_rows, borders):
+                    hidden[here] = fit.see(hidden[here], which)
                 fit.write(library)
             if progress is not None:
                 progress(index + 1, len(library.space.layers))
 
 
-def _sides(start: int, end: int, border: int) -> Iterator[slice]:
-    """Yield rows `start` to `end`, parted where those begin that are held out."""
-    for low, high in ((start, min(end, border)), (max(start, border), end)):
-        if low < high:
-            yield slice(low, high)
-
-
-class _Pair:
-    """Normal equations of tokens to fit to, and of those held out."""
-
-    def __init__(self, inputs: int, outputs: int | None, like: Tensor) -> None:
-        self.fit, self.held = Normal(inputs, outputs, like), Normal(inputs, outputs, like)
-
-    def add(self, x: Tensor, y: Tensor | None, weight: Tensor | None, *, held: bool) -> None:
-        (self.held if held else self.fit).add(x, y, weight)
-
-    def close(self) -> None:
-        self.fit.close()
-        self.held.close()
+def _batches(rows: int, size: int, borders: tuple[int, int]) -> Iterator[tuple[slice, Part]]:
+    """Yield batches of rows, each of one part of the text."""
+    parts: tuple[Part, ...] = ("fit", "choose", "held")
+    for which, (start, end) in zip(parts, pairwise((0, *borders, rows)), strict=True):
+        for first in range(start, end, size):
+            yield slice(first, min(first + size, end)), which
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,14 +152,14 @@ class _Attempt:
         made: How.
         layer: With its weights, without an output matrix and a feed-forward network.
         plain: The output matrix that it would have without a re-fit.
-        pair: Of what enters the output matrix, and the parent's output.
+        sums: Of what enters the output matrix, and the parent's output.
     """
 
     option: AttentionOption
     made: str
     layer: ChildLayer
     plain: Tensor
-    pair: _Pair
+    sums: Sums
 
 
 class _LayerFit:
@@ -164,40 +171,40 @@ class _LayerFit:
         like = next(layer.parameters())
         size = layer.config.hidden_size
         self.attempts: list[_Attempt] | None = None
-        self.linear: dict[str, _Pair] = {}
+        self.linear: dict[str, Sums] = {}
         if LinearAttention() in space.attention:
-            self.linear["attention"] = _Pair(size, size, like)
+            self.linear["attention"] = Sums(size, size, like)
         if LinearFfn() in space.ffn:
-            self.linear["ffn"] = _Pair(size, size, like)
+            self.linear["ffn"] = Sums(size, size, like)
         self.channels = None
         if isinstance(space.ffn[0], Width):
-            self.channels = _Pair(space.ffn[0].width, None, like)
+            self.channels = Sums(space.ffn[0].width, None, like)
             self.mean_abs = torch.zeros(space.ffn[0].width, dtype=torch.float64, device=like.device)
 
-    def see(self, hidden: Tensor, *, held: bool) -> Tensor:
+    def see(self, hidden: Tensor, which: Part) -> Tensor:
         """Count a batch of hidden states [B, S, D]; return what the layer makes of them."""
-        hidden = hidden + self._attended(hidden, held=held)
-        return hidden + self._fed(self.layer.post_attention_layernorm(hidden), held=held)
+        hidden = hidden + self._attended(hidden, which)
+        return hidden + self._fed(self.layer.post_attention_layernorm(hidden), which)
 
-    def _attended(self, hidden: Tensor, *, held: bool) -> Tensor:
+    def _attended(self, hidden: Tensor, which: Part) -> Tensor:
         around = self.parent.blocks.around_call(self.layer, hidden)
         normed = self.layer.input_layernorm(hidden)
         with _entering(self.attention.o_proj) as seen:
             attended = self.attention(normed, **around)[0]
-        self._see_attention(normed, attended, seen.pop(), held=held)
+        self._see_attention(normed, attended, seen.pop(), which)
         return attended
 
-    def _fed(self, normed: Tensor, *, held: bool) -> Tensor:
+    def _fed(self, normed: Tensor, which: Part) -> Tensor:
         if self.channels is None:
             out = self.ffn(normed)
-            self._see_ffn(normed, out, None, held=held)
+            self._see_ffn(normed, out, None, which)
             return out
         with _entering(self.ffn.down_proj) as seen:
             out = self.ffn(normed)
-        self._see_ffn(normed, out, seen.pop(), held=held)
+        self._see_ffn(normed, out, seen.pop(), which)
         return out
 
-    def _see_attention(self, normed: Tensor, attended: Tensor, entered: Tensor, *, held: bool) -> None:
+    def _see_attention(self, normed: Tensor, attended: Tensor, entered: Tensor, which: Part) -> None:
         target = attended if self.attention.o_proj.bias is None else attended - self.attention.o_proj.bias
         target, weight = target.flatten(0, 1), self._weight(target)
         if self.attempts is None:
@@ -206,18 +213,18 @@ class _LayerFit:
             around = self.parent.blocks.around_call(attempt.layer, normed)
             extra = {"sliding_window": attempt.layer.window} if attempt.layer.hands_on else {}
             mixed = attempt.layer.self_attn(normed, **around, **extra)[0]
-            attempt.pair.add(mixed.flatten(0, 1), target, weight, held=held)
+            attempt.sums.parts[which].add(mixed.flatten(0, 1), target, weight)
         if "attention" in self.linear:
-            self.linear["attention"].add(normed.flatten(0, 1), target, weight, held=held)
+            self.linear["attention"].parts[which].add(normed.flatten(0, 1), target, weight)
 
-    def _see_ffn(self, normed: Tensor, out: Tensor, entered: Tensor | None, *, held: bool) -> None:
+    def _see_ffn(self, normed: Tensor, out: Tensor, entered: Tensor | None, which: Part) -> None:
         weight = self._weight(out)
         if "ffn" in self.linear:
-            self.linear["ffn"].add(normed.flatten(0, 1), out.flatten(0, 1), weight, held=held)
+            self.linear["ffn"].parts[which].add(normed.flatten(0, 1), out.flatten(0, 1), weight)
         if self.channels is not None and entered is not None:
             entered = entered.flatten(0, 1)
-            self.channels.add(entered, None, weight, held=held)
-            if not held:
+            self.channels.parts[which].add(entered, None, weight)
+            if which != "held":
                 self.mean_abs += entered.abs().sum(0, dtype=torch.float64)
 
     def _weight(self, target: Tensor) -> Tensor | None:
@@ -228,7 +235,7 @@ class _LayerFit:
 
     def _make_attempts(self, entered: Tensor) -> Iterator[_Attempt]:
         parent, heads = self.space.attention[0], self.attention.o_proj.in_features // self.attention.head_dim
-        score = _head_scores(entered, self.attention.o_proj.weight, parent.kv_heads)
+        score = head_scores(entered, self.attention.o_proj.weight, parent.kv_heads)
         for option in self.space.attention[1:]:
             if not isinstance(option, KeepHeads | SlidingWindow):
                 continue
@@ -257,13 +264,14 @@ class _LayerFit:
                 tensors[name] = reduce(each)
         layer.load_state_dict(tensors, assign=True)
         layer.self_attn.o_proj = nn.Identity()  # what enters the output matrix comes out
-        pair = _Pair(plain.shape[1], plain.shape[0], plain)
-        return _Attempt(option=option, made=made, layer=layer, plain=plain, pair=pair)
+        sums = Sums(plain.shape[1], plain.shape[0], plain)
+        return _Attempt(option=option, made=made, layer=layer, plain=plain, sums=sums)
 
     def write(self, library: Library) -> None:
         """Solve for every block and write those that are not in `library`."""
-        for pair in [*self.linear.values(), *([self.channels] if self.channels else [])]:
-            pair.close()
+        attempts = [attempt.sums for attempt in self.attempts or []]
+        for sums in [*self.linear.values(), *attempts, *([self.channels] if self.channels else [])]:
+            sums.close()
         self._write_attention(library)
         self._write_ffn(library)
 
@@ -296,32 +304,29 @@ class _LayerFit:
                 self._write_reduced(library, option)
 
     def _write_reduced(self, library: Library, option: AttentionOption) -> None:
-        """Write the attempt at `option` that errs least on what was held out."""
-        best: tuple[float, _Attempt, Tensor] | None = None
-        plain_error = float("inf")
-        for attempt in self.attempts or []:
-            if attempt.option != option:
-                continue
-            attempt.pair.close()
-            matrix = attempt.pair.fit.solve(attempt.plain, ridge=self.settings.ridge)
-            error = attempt.pair.held.error(matrix)
-            plain_error = min(plain_error, attempt.pair.held.error(attempt.plain))
-            if best is None or error < best[0]:
-                best = error, attempt, matrix
-        if best is None:
-            raise UsageError(f"layer {self.index} has no way to {option.label}; leave it out of the space.")
-        error, attempt, matrix = best
+        """Write the attempt at `option` that errs least on the tokens that choose."""
+        attempts = [each for each in self.attempts or [] if each.option == option]
+        found = [
+            each.sums.choose([Start(made=each.made, matrix=each.plain)], self.settings.ridges) for each in attempts
+        ]
+        chosen, attempt = min(zip(found, attempts, strict=True), key=lambda each: each[0].error)
+        attempt.sums.settle()
+        matrix = attempt.sums.solve(chosen)
+        error = attempt.sums.held.error(matrix)
+        plain_error = min(each.sums.held.error(each.plain) for each in attempts)
         kept = {name: each for name, each in self._parts("attention").items() if ".o_proj." in name}
         tensors = kept | part(attempt.layer.state_dict(), "attention") | {"self_attn.o_proj.weight": matrix}
-        self._write(library, "attention", option, tensors, (f"{attempt.made}, refit", error, plain_error))
+        self._write(library, "attention", option, tensors, (chosen.made, error, plain_error))
 
     def _solve_linear(self, kind: Kind, product: Tensor | None) -> tuple[Tensor, tuple[str, float, float]]:
-        pair = self.linear[kind]
-        size = pair.fit.gram.shape[0]
+        sums = self.linear[kind]
+        size = sums.held.gram.shape[0]
         nothing = torch.zeros(size, size, dtype=self.parent.dtype, device=self.parent.device)
-        matrix = pair.fit.solve(nothing, ridge=self.settings.ridge)
-        plain = _PLAIN if product is None else pair.held.error(product)
-        return matrix, ("least squares", pair.held.error(matrix), plain)
+        chosen = sums.choose([Start(made="one matrix", matrix=nothing)], self.settings.ridges)
+        sums.settle()
+        matrix = sums.solve(chosen)
+        plain = _PLAIN if product is None else sums.held.error(product)
+        return matrix, (chosen.made, sums.held.error(matrix), plain)
 
     def _write_ffn(self, library: Library) -> None:
         mine = self._parts("ffn")
@@ -342,44 +347,38 @@ class _LayerFit:
             self._write_widths(library, mine, widths)
 
     def _write_widths(self, library: Library, mine: dict[str, Tensor], widths: list[Width]) -> None:
-        down, pair = self.ffn.down_proj.weight.detach(), self.channels
-        if pair is None:
+        if self.channels is None:
             return
-        fit, held = pair.fit.derived(down), pair.held.derived(down)
+        down = self.ffn.down_proj.weight.detach()
+        sums = self.channels.derived(down)
+        orders: dict[str, Tensor] = {
+            name: self._order(name, sums.parts["fit"].gram, down) for name in self.settings.orders
+        }
         published = order_by_contribution(self.mean_abs, down)
-        match self.settings.order:
-            case "contribution":
-                order = published
-            case "iterative":
-                order = order_iteratively(fit.gram, down)
-            case "refit":
-                order = order_by_refit(fit.gram, down, ridge=self.settings.ridge)
-        for option in widths:
-            keep = order[: option.width]
-            matrix = fit.solve(down[:, keep], ridge=self.settings.ridge, keep=keep)
-            first = published[: option.width]
-            facts = f"{self.settings.order}, refit", held.error(matrix, keep), held.error(down[:, first], first)
+        best = [
+            sums.choose([_start(name, order, each, down) for name, order in orders.items()], self.settings.ridges)
+            for each in widths
+        ]
+        sums.settle()
+        for option, chosen in zip(widths, best, strict=True):
+            keep, first = chosen.start.keep, published[: option.width]
+            matrix = sums.solve(chosen)
+            facts = chosen.made, sums.held.error(matrix, keep), sums.held.error(down[:, first], first)
             self._write(library, "ffn", option, cut_channels(mine, keep) | {"mlp.down_proj.weight": matrix}, facts)
 
-
-def cut_channels(tensors: dict[str, Tensor], keep: Tensor) -> dict[str, Tensor]:
-    """Return a gated network's tensors with the channels `keep` alone, in their order."""
-    found = {}
-    for name, each in tensors.items():
-        if ".gate_proj." in name or ".up_proj." in name:
-            found[name] = each[keep]
-        elif name.endswith(".down_proj.weight"):
-            found[name] = each[:, keep]
-        else:
-            found[name] = each
-    return found
+    def _order(self, name: Order, gram: Tensor, down: Tensor) -> Tensor:
+        match name:
+            case "contribution":
+                return order_by_contribution(self.mean_abs, down)
+            case "iterative":
+                return order_iteratively(gram, down)
+            case "refit":
+                return order_by_refit(gram, down, ridge=1e-2)
 
 
-def _head_scores(entered: Tensor, output: Tensor, kv_heads: int) -> Tensor:
-    """Return the mean norm of what each head of keys and values adds to attention's output [kv_heads]."""
-    parts = entered.flatten(0, 1).unflatten(1, (kv_heads, -1))
-    columns = output.unflatten(1, (kv_heads, -1))
-    return torch.stack([(parts[:, i] @ columns[:, i].T).norm(dim=1).mean() for i in range(kv_heads)])
+def _start(name: str, order: Tensor, option: Width, down: Tensor) -> Start:
+    keep = order[: option.width]
+    return Start(made=name, matrix=down[:, keep], keep=keep)
 
 
 @contextmanager

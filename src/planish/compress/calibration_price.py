@@ -14,7 +14,7 @@ class Pass:
     Attributes:
         rows: Rows of text.
         context: Tokens in each.
-        batch_rows: Rows that run at once.
+        batch_rows: Rows that run at once, at most.
         itemsize: Bytes of a weight and of a hidden state's number.
         largest_layer_bytes: Weights of the largest layer.
         resident_bytes: Weights that are in memory all the time; 0 where layers are read one at a time.
@@ -65,16 +65,16 @@ def _layer_bytes(space: Space, layer: LayerSpace, sizes: Pass) -> int:
     d, q = space.hidden_size, space.num_heads * space.head_dim
     parent = layer.attention[0]
     width = layer.ffn[0].width if isinstance(layer.ffn[0], Width) else 0
-    equations = 2 * width * width * sum_size + 8 * width
-    equations += 4 * d * d * sum_size * ((LinearAttention() in layer.attention) + (LinearFfn() in layer.ffn))
+    equations = 3 * width * width * sum_size + 8 * width
+    equations += 6 * d * d * sum_size * ((LinearAttention() in layer.attention) + (LinearFfn() in layer.ffn))
     for option in layer.attention[1:]:
         if isinstance(option, KeepHeads | SlidingWindow):
             own = 2 * option.kv_heads * space.head_dim * d * sizes.itemsize
             ways = 1 if option.kv_heads == parent.kv_heads else 2
-            equations += ways * 2 * (q * q + q * d) * sum_size
+            equations += ways * 3 * (q * q + q * d) * sum_size
             equations += ways * own + (d * q * sizes.itemsize if ways == 2 else 0)
     weights = 0 if sizes.resident_bytes else sizes.largest_layer_bytes
-    tokens = min(sizes.batch_rows, sizes.rows) * sizes.context
+    tokens = sizes.batch_rows * sizes.context
     work = max(_batch_bytes(tokens, space, layer, width, sizes), _solve_bytes(d, q, width, sizes.itemsize))
     return weights + equations + work
 

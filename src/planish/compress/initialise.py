@@ -1,5 +1,6 @@
 """Weights of smaller blocks before any training: which channels and heads stay, and what one matrix can do."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -77,6 +78,32 @@ def order_by_refit(gram: Tensor, down: Tensor, *, ridge: float, share: float = 0
         gone.append(kept[ranked[:step]])
         kept = kept[ranked[step:]].sort().values
     return torch.cat([each.flip(0) for each in reversed(gone)])
+
+
+def cut_channels(tensors: Mapping[str, Tensor], keep: Tensor) -> dict[str, Tensor]:
+    """Return a gated network's tensors with the channels `keep` alone, in their order."""
+    found = {}
+    for name, each in tensors.items():
+        if ".gate_proj." in name or ".up_proj." in name:
+            found[name] = each[keep]
+        elif name.endswith(".down_proj.weight"):
+            found[name] = each[:, keep]
+        else:
+            found[name] = each
+    return found
+
+
+def head_scores(entered: Tensor, output: Tensor, kv_heads: int) -> Tensor:
+    """Return the mean norm of what each head of keys and values adds to attention's output [kv_heads].
+
+    Args:
+        entered: What enters the output projection [B, S, heads * width].
+        output: Its weight [D, heads * width].
+        kv_heads: Heads of keys and values.
+    """
+    parts = entered.flatten(0, 1).unflatten(1, (kv_heads, -1))
+    columns = output.unflatten(1, (kv_heads, -1))
+    return torch.stack([(parts[:, i] @ columns[:, i].T).norm(dim=1).mean() for i in range(kv_heads)])
 
 
 def pool_heads(weight: Tensor, heads: int, count: int) -> Tensor:

@@ -81,10 +81,11 @@ def library_bytes(
 
 
 def _sizes(parent: Parent, rows: Tensor, settings: Calibration) -> Pass:
+    choose, held = settings.borders(len(rows))
     return Pass(
         rows=rows.shape[0],
         context=rows.shape[1],
-        batch_rows=min(settings.batch_rows, len(rows)),
+        batch_rows=min(settings.batch_rows, max(choose, held - choose, len(rows) - held)),
         itemsize=parent.dtype.itemsize,
         largest_layer_bytes=parent.largest_layer_bytes,
         resident_bytes=sum(each.nbytes for each in parent.resident()),

@@ -50,6 +50,13 @@ class Normal:
             end = min(start + _TILE, self.gram.shape[0])
             self.gram[end:, start:end] = self.gram[start:end, end:].T
 
+    def take(self, other: "Normal") -> None:
+        """Add another's tokens, which are closed as these."""
+        self.gram.add_(other.gram)
+        if self.cross is not None and other.cross is not None:
+            self.cross.add_(other.cross)
+        self.square += other.square
+
     def derived(self, known: Tensor) -> "Normal":
         """Return these equations for y = known x, the gram matrix shared.
 
@@ -98,7 +105,7 @@ class Normal:
         gram, cross = self.gram, self.cross
         if keep is not None:
             gram, cross = gram[keep[:, None], keep], cross[keep]
-        transposed = matrix.T.double()
-        quadratic = float(((gram.double() @ transposed) * transposed).sum())
-        linear = float((cross.double() * transposed).sum())
+        transposed = matrix.T.to(gram.dtype)
+        quadratic = float(((gram @ transposed).double() * transposed.double()).sum())
+        linear = float((cross.double() * transposed.double()).sum())
         return max(0.0, (quadratic - 2 * linear + self.square) / self.square) if self.square else 0.0
