@@ -1,8 +1,12 @@
 """One option per slot under linear budgets, proven the best: a plan's methods, a smaller model's blocks."""
 
+import ctypes
 import itertools
 import math
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -151,7 +155,7 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Solution | Infeasi
     if exact:
         bound = value
     if problem.second is not None:
-        chosen = _break_ties(problem, chosen, value, time_limit_s)
+        chosen = _break_ties(problem, problem.second, chosen, value, time_limit_s)
     return Solution(
         chosen=chosen,
         value=_sum(problem.objective, chosen),
@@ -226,14 +230,19 @@ def _least(problem: Problem, weights: Table, time_limit_s: float) -> tuple[int, 
     return None if found is None else found[0]
 
 
-def _break_ties(problem: Problem, chosen: tuple[int, ...], value: float, time_limit_s: float) -> tuple[int, ...]:
+def _break_ties(
+    problem: Problem, second: Table, chosen: tuple[int, ...], value: float, time_limit_s: float
+) -> tuple[int, ...]:
     signed = -1.0 if problem.maximise else 1.0
     allowed = signed * value + abs(value) * (problem.slack + _ROUNDING)
     costs = [[signed * cost for cost in row] for row in problem.objective]
     fixed = Limit(name="objective", weights=costs, at_most=allowed)
     narrowed = replace(problem, limits=[*problem.limits, fixed], second=None)
-    found = _least(narrowed, problem.second or (), time_limit_s)
-    return chosen if found is None or _sum(problem.second, found) >= _sum(problem.second, chosen) else found
+    try:
+        found = _least(narrowed, second, time_limit_s)
+    except TimeoutError:  # the best is known, among its equals none was found in time
+        return chosen
+    return chosen if found is None or _sum(second, found) >= _sum(second, chosen) else found
 
 
 def _search(
@@ -256,13 +265,14 @@ def _search(
     for trial in range(_RETRIES + 1):
         margin = 0.0 if trial < _RETRIES else _TOLERANCE
         limits = [LinearConstraint(vstack(rows).tocsr(), -np.inf, np.array(tops) - margin)] if rows else []
-        solved = milp(
-            lifted * scale,
-            integrality=np.ones(len(cost)),
-            bounds=bounds,
-            constraints=[equal, *limits],
-            options={"time_limit": time_limit_s, "mip_rel_gap": 0.0, "presolve": bool(kept.sum() > _FEW_OPTIONS)},
-        )
+        with silent():
+            solved = milp(
+                lifted * scale,
+                integrality=np.ones(len(cost)),
+                bounds=bounds,
+                constraints=[equal, *limits],
+                options={"time_limit": time_limit_s, "mip_rel_gap": 0.0, "presolve": bool(kept.sum() > _FEW_OPTIONS)},
+            )
         if solved.x is None and solved.status == 1:
             raise TimeoutError(f"no choice was found in {time_limit_s:g} s; `time_limit_s` was too short.")
         if solved.x is None:
@@ -277,6 +287,28 @@ def _search(
         rows.append(csr_array((np.ones(len(picked)), (np.zeros(len(picked), int), picked)), shape=(1, len(cost))))
         tops.append(len(picked) - 1)
     return None
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Keep off the process's standard output what C code writes there: HiGHS says some things past every setting."""
+    sys.stdout.flush()
+    flush = ctypes.CDLL(None).fflush
+    try:
+        kept = os.dup(1)
+    except OSError:  # closed: nothing can be written there
+        yield
+        return
+    flush(None)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _rows(problem: Problem, kept: np.ndarray, starts: np.ndarray) -> tuple[list[csr_array], list[float]]:

@@ -1,14 +1,16 @@
 """The best choice under budgets, against every choice there is."""
 
+import ctypes
 import itertools
 import math
+import os
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.knapsack import Infeasible, Limit, Near, Problem, Solution, explain, prices, solve
+from planish.knapsack import Infeasible, Limit, Near, Problem, Solution, explain, prices, silent, solve
 
 
 def _total(table, chosen):
@@ -186,3 +188,18 @@ def test_the_price_of_a_limit_is_what_more_of_it_is_worth():
 def test_bad_tables_are_named(problem, message):
     with pytest.raises(ValueError, match=message):
         solve(problem)
+
+
+def test_what_a_solver_writes_past_python_is_not_seen(capfd):
+    libc = ctypes.CDLL(None)
+    print("before")
+    with silent():
+        libc.puts(b"from C")
+        os.write(1, b"from the system")
+    print("after")
+    assert capfd.readouterr().out == "before\nafter\n"
+
+
+def test_tables_may_be_arrays_and_ties_are_broken_in_them():
+    table = np.zeros((3, 2))
+    assert solve(Problem(objective=table, second=np.array([[1.0, 0.0]] * 3))).chosen == (1, 1, 1)
