@@ -172,3 +172,37 @@ def test_the_largest_stage_decides():
     check_fits({"a": 5, "b": 9}, 9)
     with pytest.raises(DoesNotFit, match="'b' holds 9 B"):
         check_fits({"a": 5, "b": 9}, 8)
+
+
+def test_blocks_are_distilled_where_it_was_asked_for(scene, capsys):
+    _, words, out = scene
+    code, said, err = _run([*words, "--parameters", "0.8x", "--distil-steps", "8", "--memory", "200MiB"], capsys)
+    assert code == 0, err
+    assert "blocks are nearer to their parent's" in said
+    plain, trained = (
+        {each["name"]: each for each in map(json.loads, (out / name / "blocks.jsonl").read_text().splitlines())}
+        for name in ("library", "library-distilled")
+    )
+    better = [name for name in plain if trained[name]["made"].endswith(", distilled")]
+    assert plain.keys() == trained.keys()
+    assert better
+    assert all(trained[name] == plain[name] for name in plain if name not in better)
+    tree = json.loads((out / "outcome.json").read_text())
+    assert tree["child"]["parameters"] <= 0.8 * tree["parent"]["parameters"]
+    assert _run([*words, "--parameters", "0.8x", "--distil-steps", "-1"], capsys)[0] == 2
+
+
+def test_a_child_is_exported(scene, capsys, tmp_path):
+    import torch
+
+    _, words, out = scene
+    assert _run([*words, "--parameters", "0.75x", "--no-linear"], capsys)[0] == 0
+    dense = tmp_path / "dense"
+    code, _, err = _run(["export", str(out / "child"), "--to", "dense", "--out", str(dense)], capsys)
+    assert code == 0, err
+    ids = torch.arange(1, 30)[None]
+    plain, child = (AutoModelForCausalLM.from_pretrained(each) for each in (dense, out / "child"))
+    assert type(plain).__name__ == "LlamaForCausalLM"
+    torch.testing.assert_close(plain(ids).logits, child(ids).logits, rtol=1e-4, atol=1e-5)
+    code, _, err = _run(["export", str(out / "child"), "--to", "dense", "--out", str(dense)], capsys)
+    assert (code, "is not empty" in err) == (2, True)

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from planish.compress.blocks import Blocks
-from planish.compress.distil import Distillation, block_loss, distil
+from planish.compress.distil import Distillation, block_loss, distil, distil_bytes
 from planish.compress.library import Library
-from planish.compress.parent import WholeParent
+from planish.compress.make import make_library
+from planish.compress.parent import StreamedParent, WholeParent
 from planish.compress.realise import assemble
-from planish.compress.space import Choice, KeepHeads, Width
+from planish.compress.space import Choice, KeepHeads, Menu, Width
+from planish.memory.ledger import Ledger
 
 SETTINGS = Distillation(steps=25, batch_rows=4, lr=1e-2)
 NAMES = ("layer-000-ffn-width16", "layer-001-attention-kv1", "layer-002-ffn-width16", "layer-002-attention-kv1")
@@ -96,3 +98,20 @@ def test_the_parents_weights_and_flags_stay(parent, library, sentences, tmp_path
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
     assert all(each.requires_grad and each.grad is None for each in model.parameters())
     assert isinstance(WholeParent(model).blocks, Blocks)
+
+
+@pytest.mark.parametrize(("context", "batch_rows", "width"), [(64, 2, 192), (256, 4, 192), (16, 1, 400)])
+def test_training_holds_no_more_than_was_said(tiny_model, tmp_path, context, batch_rows, width):
+    model = tiny_model("llama", num_hidden_layers=2, hidden_size=64, head_dim=16, intermediate_size=width).eval()
+    model.save_pretrained(tmp_path / "model")
+    teacher = StreamedParent(tmp_path / "model", device=torch.device("cpu"))
+    space = teacher.space(Menu(width_multiple=8, widths=(0.75,)))
+    rows = torch.randint(1, 300, (8, context), generator=torch.Generator().manual_seed(0))
+    base = make_library(teacher, rows, tmp_path / "base", menu=Menu(width_multiple=8, widths=(0.75,)))
+    trained = Library.create(tmp_path / "trained", config=base.config, space=space, made_from="bld")
+    settings = Distillation(steps=4, batch_rows=batch_rows)
+    with Ledger() as ledger:
+        distil(teacher, rows, base, trained, settings)
+    sizes = teacher.largest_layer_bytes, teacher.ends_bytes, 4
+    price, peak = distil_bytes(space, 8, context, settings, sizes), max(ledger.run_peak_bytes.values())
+    assert 0.5 * price <= peak <= price

@@ -1,4 +1,4 @@
-"""`planish compress MODEL`: a smaller child within measured limits; `planish compress verify CHILD`: measured again."""
+"""`planish compress MODEL`: a smaller child within measured limits; `verify CHILD`: measured again; `export CHILD`."""
 
 import json
 import sys
@@ -59,6 +59,8 @@ class Options:
     """What widths are multiples of; vLLM's DeciLM asks for 256."""
     windows: tuple[int, ...] = ()
     """Tokens of sliding windows that a layer's attention may have."""
+    linear: bool = True
+    """Whether one matrix may stand for attention or a network; the forms that others open have no room for it."""
     context_rounds: int = 0
     """Rounds of scores around the child that was found, each as long as the scores."""
     rounds: int = 24
@@ -67,6 +69,8 @@ class Options:
     """Sub-blocks of each kind whose latency is measured, the others fitted to them; default: all."""
     batches: tuple[int, ...] = ()
     """Rows decoded at once that are tried in the place of `--decode`'s; the one with the least harm is served."""
+    distil_steps: int = 0
+    """Steps of training that each smaller block gets, to do what the parent's layer does, before blocks are scored."""
     baselines: bool = False
     """Also assemble, measure and judge greedy, depth drop, uniform width, no-op only, most parameters, and a draw."""
     dtype: Literal["bf16", "fp32"] = "fp32"
@@ -95,10 +99,28 @@ class VerifyOptions:
     """Print one JSON object and nothing else."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Write a child in a form that others open.
+
+    "dense" has one size for all layers, and plain transformers opens it; "decilm" has layers of their own sizes, and
+    vLLM runs it. What a form cannot say is refused.
+    """
+
+    child: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHILD")]
+    """The child's folder."""
+    to: Literal["dense", "decilm"]
+    """The form."""
+    out: Path
+    """Where to."""
+
+
 def main(words: list[str]) -> int:
     """Run the verb."""
     if words[:1] == ["verify"]:
         return _verify(parse_plain(VerifyOptions, words[1:], verb="compress verify"))
+    if words[:1] == ["export"]:
+        return _export(parse_plain(ExportOptions, words[1:], verb="compress export"))
     options = parse_plain(Options, _from_file(words), verb="compress")
 
     import torch
@@ -200,10 +222,19 @@ def _order(options: Options) -> Any:
         raise UsageError(f"`--anchors` must be at least 2, got {options.anchors}; three constants are fitted to them.")
     if not 0 <= options.joint <= 1:
         raise UsageError(f"`--joint` must be between 0 and 1, got {options.joint}; it is a share of all pairs.")
+    if options.distil_steps < 0:
+        raise UsageError(
+            f"`--distil-steps` must not be negative, got {options.distil_steps}; 0 leaves blocks as they are."
+        )
     if not 1 <= options.every < count(options.context, name="--context"):
         raise UsageError(f"`--every` must be at least 1 and below `--context`, got {options.every}.")
     try:
-        menu = Menu(widths=options.widths, width_multiple=options.width_multiple, windows=options.windows)
+        menu = Menu(
+            widths=options.widths,
+            width_multiple=options.width_multiple,
+            windows=options.windows,
+            linear=options.linear,
+        )
     except ValueError as error:
         raise UsageError(str(error)) from error
     return Order(
@@ -222,6 +253,7 @@ def _order(options: Options) -> Any:
         batches=options.batches,
         context_rounds=options.context_rounds,
         menu=menu,
+        distil_steps=options.distil_steps,
         bf16_scores=options.bf16_scores,
         baselines=options.baselines,
         budget_bytes=size_bytes(options.memory, name="--memory") if options.memory else None,
@@ -245,6 +277,16 @@ def _print(tree: dict[str, Any], sentence: str, out: Path) -> None:
     if worth:
         say(f"\nHarm that one per cent more would save: {', '.join(worth)}.")
     say(f"\n{out / 'child'}\n{out / 'report.html'}")
+
+
+def _export(options: ExportOptions) -> int:
+    from planish.compress.export import export_decilm, export_dense
+
+    if options.out.exists() and any(options.out.iterdir()):
+        raise UsageError(f"folder {options.out} is not empty, so nothing in it is touched; name another as `--out`.")
+    (export_dense if options.to == "dense" else export_decilm)(options.child, options.out)
+    say(f"{options.out}")
+    return 0
 
 
 def _verify(options: VerifyOptions) -> int:

@@ -26,6 +26,7 @@ from planish.compress.space import (
     NoFfn,
     Option,
     SlidingWindow,
+    Space,
     Width,
 )
 from planish.models.child import ChildLayer
@@ -82,6 +83,29 @@ def block_loss(found: Tensor, expected: Tensor, kind: Loss) -> Tensor:
         case "vectorwise":
             return (lost.sum(2) / (whole.sum(2) + _EPS)).mean()
     assert_never(kind)
+
+
+def distil_bytes(space: Space, rows: int, context: int, settings: Distillation, sizes: tuple[int, int, int]) -> int:
+    """Return the bytes that tensors hold at most while `distil` runs on a parent that is read layer by layer.
+
+    Args:
+        space: What layers may be.
+        rows: Of text.
+        context: Tokens of a row.
+        settings: How blocks are trained.
+        sizes: Bytes of the largest layer, of what is outside of layers, and of one number.
+    """
+    layer_bytes, ends_bytes, number_bytes = sizes
+    wide = max(4, number_bytes)
+    d, q = space.hidden_size, space.num_heads * space.head_dim
+    layers = [layer for layer in space.layers if isinstance(layer.ffn[0], Width)]
+    width = max((layer.ffn[0].width for layer in layers), default=0)
+    pupil = max((each.width for layer in layers for each in layer.ffn[1:] if isinstance(each, Width)), default=0)
+    hidden = 3 * rows * context * d * wide
+    block = max(3 * d * pupil, 4 * d * q) * wide  # its weights, their start, gradients, moments and steps: seven times
+    batch = settings.batch_rows * context * (14 * d + 10 * q + 8 * width) * wide
+    held = layer_bytes * (1 if number_bytes >= 4 else 1 + wide // number_bytes)
+    return 8 * rows * context + max(2 * ends_bytes + hidden // 3, hidden + held + 7 * block + batch)
 
 
 def worth_training(option: Option, parent: Option) -> bool:
@@ -249,6 +273,7 @@ class _Pupil:
             total += float(block_loss(self.forward(here), self.lesson.after[here], self.settings.loss))
         return total / (len(self.lesson.before) - self.border)
 
+    @torch.enable_grad()
     def learn(self, name: str) -> Trained:
         """Train on the other rows; go back to the beginning where that was better."""
         before, kept = self.judge(), {key: each.clone() for key, each in self.layer.state_dict().items()}

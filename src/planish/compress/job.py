@@ -14,6 +14,7 @@ import torch
 
 from planish.compress.baselines import BASELINES, Task, drawn
 from planish.compress.costs import Costs, Scenario, model_bytes, model_parameters
+from planish.compress.distil import Distillation, distil, distil_bytes
 from planish.compress.journal import Journal, key_of
 from planish.compress.judge import Judge
 from planish.compress.library import Library
@@ -58,6 +59,9 @@ class Job:
         score_size = torch.empty(0, dtype=self._score_dtype).element_size()
         largest = at_batch(order, max(order.batches)) if order.batches else order
         stages = stage_bytes(self.space, largest, size, score_size)
+        if order.distil_steps:
+            sizes = self._parent.largest_layer_bytes, self._parent.ends_bytes, size
+            stages["distillation"] = distil_bytes(self.space, order.rows[0], order.context, self._distillation, sizes)
         check_fits(stages, order.budget_bytes)
         rows = rows_of(order.text, tokenizer, context=order.context, count=sum(order.rows))
         order_ = torch.randperm(len(rows), generator=torch.Generator().manual_seed(order.seed))
@@ -98,7 +102,36 @@ class Job:
 
     @cached_property
     def library(self) -> Library:
-        """Every block, made once."""
+        """Every block, made once, and trained where that was asked for."""
+        made = self._made_library()
+        if not self.order.distil_steps:
+            return made
+        trained = Library.create(
+            self.order.out / "library-distilled",
+            config=made.config,
+            space=made.space,
+            made_from=key_of(made.made_from, asdict(self._distillation)),
+            generation=made.generation_config(),
+        )
+        with self._bounded():
+            results = distil(
+                self._parent,
+                self._calibration,
+                made,
+                trained,
+                self._distillation,
+                progress=self._progress("distillation"),
+            )
+        if results:
+            better = sum(each.after < each.before for each in results)
+            self._note(f"distillation: {better} of {len(results)} blocks are nearer to their parent's")
+        return trained
+
+    @property
+    def _distillation(self) -> Distillation:
+        return Distillation(steps=self.order.distil_steps, seed=self.order.seed)
+
+    def _made_library(self) -> Library:
         return make_library(
             self._parent,
             self._calibration,

@@ -72,6 +72,7 @@ class Order:
         batches: Rows decoded at once that are tried; the one that lets the least harm through is served.
         context_rounds: Rounds of scores around the child that was found.
         menu: Options of every layer.
+        distil_steps: Steps of blockwise distillation of each block that is smaller than the parent's; 0 for none.
         bf16_scores: Whether scores run layers in bf16.
         baselines: Whether the baselines are assembled, measured and judged too.
         budget_bytes: What tensors may hold in each stage; None for no limit.
@@ -93,6 +94,7 @@ class Order:
     batches: tuple[int, ...] = ()
     context_rounds: int = 0
     menu: Menu = field(default_factory=Menu)
+    distil_steps: int = 0
     bf16_scores: bool = False
     baselines: bool = False
     budget_bytes: int | None = None
