@@ -259,14 +259,23 @@ def _constant(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Lazy:
     return Lazy(lambda: torch.full(shape, value, dtype=dtype), torch.empty(shape, dtype=dtype, device="meta"))
 
 
+def copy_beside(source: Path, folder: Path) -> None:
+    """Copy tokenizer and generation settings, where there are any.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    for name in _BESIDE:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
 def _write(source: ChildFolder, folder: Path, tree: dict[str, Any], tensors: dict[str, Lazy]) -> None:
     tree["dtype"] = str(source.config.dtype).removeprefix("torch.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-        for name in _BESIDE:
-            if (source.folder / name).is_file():
-                shutil.copyfile(source.folder / name, folder / name)
+        copy_beside(source.folder, folder)
     except OSError as error:
         raise WorldFailed(f"{folder} cannot be written: {error.strerror or error}.") from error
     write_lazily(folder / "model.safetensors", tensors)
