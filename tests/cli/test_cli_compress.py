@@ -206,3 +206,18 @@ def test_a_child_is_exported(scene, capsys, tmp_path):
     torch.testing.assert_close(plain(ids).logits, child(ids).logits, rtol=1e-4, atol=1e-5)
     code, _, err = _run(["export", str(out / "child"), "--to", "dense", "--out", str(dense)], capsys)
     assert (code, "is not empty" in err) == (2, True)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
+def test_a_mixture_keeps_its_experts_and_loses_the_rest(model_folder, tmp_path, capsys, family):
+    text = tmp_path / "text.txt"
+    text.write_text("It was a bright cold day in April, and the clocks were striking.\n\n" * 60, encoding="utf-8")
+    model = model_folder(family, num_hidden_layers=3, num_key_value_heads=4)
+    words = [str(model), "--text", str(text), "--out", str(tmp_path / "out"), *SMALL, "--parameters", "0.75x"]
+    code, _, err = _run(words, capsys)
+    assert code == 0, err
+    child = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "child")
+    tree = json.loads((tmp_path / "out" / "outcome.json").read_text())
+    norms_of_heads = 2 * 8 * 3 if family == "qwen3-moe" else 0  # 16 numbers a layer that are not counted
+    assert sum(each.numel() for each in child.parameters()) <= tree["child"]["parameters"] + norms_of_heads
+    assert tree["child"]["parameters"] <= 0.75 * tree["parent"]["parameters"]

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from planish.compress.blocks import architecture_of, config_of
-from planish.compress.parent import StreamedParent, WholeParent
+from planish.compress.parent import StreamedParent, WholeParent, open_parent
 from planish.compress.realise import assemble, write_child
 from planish.compress.space import (
     Architecture,
@@ -133,3 +133,9 @@ def test_a_parent_that_cannot_be_streamed_is_refused(parent, tmp_path):
         UsageError, match=r"cannot be read layer by layer: `model.layers.0.mlp.experts.down_proj` is abse"
     ):
         StreamedParent(tmp_path, device=torch.device("cpu"))
+    whole, model = open_parent(tmp_path, device=torch.device("cpu")), parent("mixtral")
+    assert isinstance(whole, WholeParent)
+    with whole.layer(1) as layer:
+        gate = layer.state_dict()["mlp.gate.weight"]
+        assert torch.equal(gate, model.model.layers[1].mlp.gate.weight)
+    assert len(whole.resident()) == len(list(model.parameters()))

@@ -107,7 +107,7 @@ def parameters(space: Space, option: Option) -> int:
     """Return the numbers in a sub-block, its norm included.
 
     Raises:
-        UsageError: A mixture of experts, whose size the space does not hold.
+        UsageError: A mixture of experts, where the space does not hold its size.
     """
     D, heads = space.hidden_size, space.num_heads * space.head_dim
     match option:
@@ -120,7 +120,9 @@ def parameters(space: Space, option: Option) -> int:
         case NoAttention() | NoFfn():
             return 0
         case KeepExperts():
-            raise UsageError("a mixture of experts has no price yet; compress a dense model.")
+            if space.mixture_parameters is None:
+                raise UsageError("the space does not say how large its mixtures of experts are; read it off the model.")
+            return space.mixture_parameters
 
 
 def cache_numbers(space: Space, option: Option, context: int) -> int:

@@ -22,7 +22,7 @@ from planish.compress.make import make_library
 from planish.compress.measure import Rival, Timing, calibrated, measure_costs
 from planish.compress.order import Order, at_batch, check_fits, stage_bytes
 from planish.compress.outcome import RECORD, Judged, Outcome
-from planish.compress.parent import StreamedParent
+from planish.compress.parent import open_parent
 from planish.compress.realise import assemble, write_child
 from planish.compress.scores import Scores, Scoring, influence, score
 from planish.compress.search import Ceiling, as_problem, best_batch, pareto, search
@@ -52,7 +52,7 @@ class Job:
 
     def __init__(self, order: Order, folder: Path, tokenizer: Tokenizer, dtype: torch.dtype, note: Note) -> None:
         self.order, self._folder, self._note = order, folder, note
-        self._parent = StreamedParent(folder, device=torch.device("cpu"), dtype=dtype)
+        self._parent = open_parent(folder, device=torch.device("cpu"), dtype=dtype)
         self.space = self._parent.space(order.menu)
         size = torch.empty(0, dtype=dtype).element_size()
         self._score_dtype = torch.bfloat16 if order.bf16_scores else dtype
@@ -62,7 +62,8 @@ class Job:
         if order.distil_steps:
             sizes = self._parent.largest_layer_bytes, self._parent.ends_bytes, size
             stages["distillation"] = distil_bytes(self.space, order.rows[0], order.context, self._distillation, sizes)
-        check_fits(stages, order.budget_bytes)
+        resident = sum(each.nbytes for each in self._parent.resident())
+        check_fits({name: each + resident for name, each in stages.items()}, order.budget_bytes)
         rows = rows_of(order.text, tokenizer, context=order.context, count=sum(order.rows))
         order_ = torch.randperm(len(rows), generator=torch.Generator().manual_seed(order.seed))
         self._calibration, self._scored, self._heldout = rows[order_].split(order.rows)

@@ -114,6 +114,31 @@ class WholeParent:
         return digest.hexdigest()
 
 
+class NotStreamable(UsageError):
+    """Weights that transformers changes while it reads them."""
+
+
+def open_parent(folder: Path, *, device: torch.device, dtype: torch.dtype | None = None) -> "Parent":
+    """Return the model of a folder, read layer by layer where its files allow that, else as a whole.
+
+    Args:
+        folder: A transformers folder.
+        device: Where layers go.
+        dtype: Of weights and hidden states; default: as the config says.
+
+    Raises:
+        UsageError: As `StreamedParent`, or weights that cannot be read at all.
+    """
+    try:
+        return StreamedParent(folder, device=device, dtype=dtype)
+    except NotStreamable:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", local_files_only=True)
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            raise UsageError(f"`model.from`: the weights in {folder} cannot be loaded ({error}).") from error
+        return WholeParent(model.to(device).eval().requires_grad_(requires_grad=False))
+
+
 class StreamedParent:
     """A model folder whose layers are read one at a time.
 
@@ -164,7 +189,7 @@ class StreamedParent:
         }
         wrong = difference(as_saved, there)
         if wrong is not None:
-            raise UsageError(f"`model.from`: {self.folder} cannot be read layer by layer: {wrong}; save it again.")
+            raise NotStreamable(f"`model.from`: {self.folder} cannot be read layer by layer: {wrong}; save it again.")
 
     def space(self, menu: Menu) -> Space:
         """Return what its children may be."""

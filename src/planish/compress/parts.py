@@ -121,7 +121,17 @@ def discover(model: PreTrainedModel, menu: Menu | None = None) -> Space:
         head_dim=parts.layers[0].head_dim,
         vocab_size=head.weight.shape[0],
         tied=head.weight is model.get_input_embeddings().weight,
+        mixture_parameters=_mixture_parameters(parts),
     )
+
+
+def _mixture_parameters(parts: Parts) -> int | None:
+    """Return the numbers of the largest mixture with its norm, None where layers have none."""
+    mixtures = [each for each in parts.layers if each.width is None]
+    sizes = [
+        sum(param.numel() for part in (each.ffn, each.norm_ffn) for param in part.parameters()) for each in mixtures
+    ]
+    return max(sizes, default=None)
 
 
 def layer_windows(model: PreTrainedModel, count: int) -> list[int | None]:

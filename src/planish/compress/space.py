@@ -199,6 +199,7 @@ class Space:
         head_dim: Width of a head.
         vocab_size: V.
         tied: Whether the head is the embedding.
+        mixture_parameters: Numbers in a layer's mixture of experts, its router and norm included; None without any.
     """
 
     layers: tuple[LayerSpace, ...]
@@ -207,6 +208,7 @@ class Space:
     head_dim: int
     vocab_size: int
     tied: bool
+    mixture_parameters: int | None = None
 
     @property
     def parent(self) -> Architecture:
