@@ -48,11 +48,11 @@ def lines(folder):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def kill_one(folder, step):
-    """Kill the rank that began last, once `step` is written."""
+def kill_one(folder, step, how=signal.SIGKILL):
+    """Kill, or stall, the rank that began last, once `step` is written."""
     while not any(line["step"] >= step for line in lines(folder)):
         time.sleep(0.05)
-    os.kill(max(workers_of(folder)), signal.SIGKILL)
+    os.kill(max(workers_of(folder)), how)
 
 
 def workers_of(folder):
@@ -94,6 +94,28 @@ def check_restarted(words, tmp_path, *settings, kills, family):
 
 def test_a_restarted_job_is_the_one_that_was_never_killed(words, tmp_path):
     check_restarted(words, tmp_path, kills=(12, 33), family="qwen3-moe")
+
+
+EVERYTHING = [
+    *("--mesh.cp", "2", "--mesh.ep", "2", "--mesh.vp", "2"),
+    *("--plan.vocab.method", "ring", "--plan.dispatch.method", "pipelined", "--plan.dispatch.borrow-routes", "1"),
+    *("--plan.boundary.method", "offload", "--plan.boundary.disk", "4MiB"),
+    *("--plan.optim.method", "stream-adamw", "--plan.optim.disk", "64MiB"),
+]
+
+
+def test_a_restarted_job_of_every_method_is_the_one_that_was_never_killed(words, tmp_path):
+    check_restarted(words, tmp_path, *EVERYTHING, "--train.steps", "30", kills=(12,), family="qwen3-moe")
+
+
+def test_a_stalled_rank_is_named_with_its_step_and_ends_the_others(words, tmp_path):
+    """Whichever group it is that waits for it, and although it can say nothing itself."""
+    settings = [*words("run"), *EVERYTHING, "--mesh.timeout-s", "10", "--train.steps", "2000"]
+    with launch(settings, ranks=2) as job:
+        kill_one(tmp_path / "run", 7, signal.SIGSTOP)
+        said, _ = job.communicate(timeout=120)
+    assert re.search(r"planish: rank \d lost in step \d+: .*go on with `--resume`", said), said
+    assert re.findall(r"exitcode\s+: (-?\d+)", said).count("5") >= 1, said
 
 
 def test_an_upcycled_mixture_trains_with_its_experts_over_ranks(words, tmp_path):
