@@ -53,14 +53,17 @@ def attend(group, *, bounds=None, window=None, softcap=None, scale=0.3, **proble
 
 
 def peaks(group, *, circle=None, bounds=None, window=None, softcap=None, **problem):
-    """Return the most bytes beyond the operands of a forward and of a backward."""
+    """Return the most bytes beyond the operands of a forward, what is kept of it, and the most of a backward."""
     query, key, value, grad, sinks = draw(**problem)
     circle = Circle.of(group) if circle is None else circle
     rows, width = query.shape[0], query.shape[2]
     own = spans(width, circle.size)[circle.rank]
-    parts = [each[:, :, own].clone().requires_grad_() for each in (query, key, value)]
-    grad = grad[:, own].contiguous()
-    sinks = None if sinks is None else sinks.requires_grad_()
+    parts = [
+        each[:, :, own].transpose(1, 2).clone(memory_format=torch.contiguous_format) for each in (query, key, value)
+    ]
+    parts = [each.transpose(1, 2).requires_grad_() for each in parts]
+    grad = grad[:, own].clone(memory_format=torch.contiguous_format)
+    leaves = parts if sinks is None else [*parts, sinks.requires_grad_()]
     bounds = tuple(range(0, rows * width + 1, width)) if bounds is None else bounds
     with Ledger() as ledger:
         with ledger.phase("forward"):
@@ -69,5 +72,5 @@ def peaks(group, *, circle=None, bounds=None, window=None, softcap=None, **probl
             )
         kept = ledger.live_bytes
         with ledger.phase("backward"):
-            out.backward(grad)
-    return ledger.peak_bytes["forward"], ledger.peak_bytes["backward"], kept
+            torch.autograd.grad(out, leaves, grad)
+    return ledger.peak_bytes["forward"], kept, ledger.peak_bytes["backward"]

@@ -5,9 +5,9 @@ import torch
 
 from attention import sequence_work
 from planish.comm.ring import Circle
-from planish.peaks.attention.far import sights
 from planish.peaks.attention.heads import head_ranges
 from planish.peaks.attention.sequence import sequence_attention
+from planish.price.sights import sights
 
 # Two rows of 23: spans of 11 and 12, or of 5, 6, 6 and 6; documents within a span, over one edge and over all.
 ROWS = {"rows": 2, "width": 23}

@@ -22,10 +22,10 @@ from torch.autograd.function import once_differentiable
 
 from planish.comm.ring import Circle, wait
 from planish.memory import recall
-from planish.peaks.attention.far import Sight
 from planish.peaks.attention.flash import FlashKernel
 from planish.peaks.attention.kernel import Kernel, fold_sinks, sink_gradient, token_parts
 from planish.peaks.attention.tiled import TiledKernel
+from planish.price.sights import Sight
 
 Seen = dict[tuple[int, int], list[Sight]]
 
@@ -110,6 +110,13 @@ class ExchangedAttention(torch.autograd.Function):
 def _forward(plan: Plan, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     out, lse = plan.own.forward(query, key, value)
     out = out.to(lse.dtype)
+    _add_far(plan, query, key, value, out, lse)
+    lse = lse if sinks is None else fold_sinks(out, lse, sinks)
+    return out.to(query.dtype), lse
+
+
+def _add_far(plan: Plan, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Let `out` and `lse` count the keys of other ranks too."""
     for step, arrived in _arrivals(plan, key, value):
         for sight, far_key, far_value in _unpacked(plan.from_earlier(step), arrived, key, value):
             at = slice(sight.row, sight.row + 1), slice(0, sight.num_queries)
@@ -117,8 +124,6 @@ def _forward(plan: Plan, query: Tensor, key: Tensor, value: Tensor, sinks: Tenso
             far_out, far_lse = kernel.forward(query[at[0], :, at[1]], far_key, far_value)
             _merge(out[at], lse[at], far_out, far_lse)
             del far_out, far_lse
-    lse = lse if sinks is None else fold_sinks(out, lse, sinks)
-    return out.to(query.dtype), lse
 
 
 def _merge(out: Tensor, lse: Tensor, far_out: Tensor, far_lse: Tensor) -> None:
@@ -136,6 +141,15 @@ def _backward(
     grad_query, grad_key, grad_value = (
         each.to(lse.dtype) for each in plan.own.backward(grad, query, key, value, out, lse)
     )
+    _add_far_gradients(plan, grad, (query, key, value, out, lse), (grad_query, grad_key, grad_value))
+    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _add_far_gradients(
+    plan: Plan, grad: Tensor, saved: tuple[Tensor, ...], sums: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Add to `sums` what other ranks' keys give this rank's queries, and what its keys are given by others."""
+    (query, key, value, out, lse), (grad_query, grad_key, grad_value) = saved, sums
     home = _Home(plan, key, value)
     for step, arrived in _arrivals(plan, key, value):
         home.land(grad_key, grad_value)
@@ -147,12 +161,11 @@ def _backward(
             operands = grad[at], query[at[0], :, at[1]], far_key, far_value, out[at], lse[at]
             parts = plan.far(sight, query.device.type).backward(*operands)
             grad_query[at[0], :, at[1]] += parts[0]
-            for place, part in zip(places, parts[1:], strict=True):
-                place.copy_(part)
+            for place, index in zip(places, (1, 2), strict=True):
+                place.copy_(parts[index])
             del parts, operands
         home.send(step)
     home.land(grad_key, grad_value)
-    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
 class _Home:

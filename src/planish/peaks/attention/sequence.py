@@ -13,9 +13,9 @@ from planish.comm.ring import Circle
 from planish.peaks.attention.choose import check_operands, choose_kernel
 from planish.peaks.attention.documents import Shape, document_bounds
 from planish.peaks.attention.exchange import ExchangedAttention, Plan
-from planish.peaks.attention.far import own_bounds, sights
 from planish.peaks.attention.heads import ToHeads, ToTokens, head_ranges
 from planish.peaks.attention.kernel import Attention
+from planish.price.sights import own_bounds, sights
 from planish.shapes import spans
 
 

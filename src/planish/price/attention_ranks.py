@@ -1,0 +1,204 @@
+"""What attention weighs where ranks share rows: the allocations of `peaks.attention.sequence`, replayed.
+
+Counted from the moment attention is called, for the rank with the last span, whose queries see the most keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from planish.price.attention import (
+    Call,
+    Document,
+    backward_bytes,
+    fold_sinks,
+    forward_bytes,
+    part_tokens,
+    replay_backward,
+    replay_forward,
+    sink_gradient,
+)
+from planish.price.sights import Sight, sights
+from planish.price.tally import Tally
+from planish.shapes import AttentionShape, BatchShape, spans
+
+_WIDE = 4
+_NAMES = ("query", "key", "value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBytes:
+    """Bytes of one call beside its operands.
+
+    Attributes:
+        forward: The most that the forward pass adds, the output included.
+        kept: What stays until backward, the output included.
+        backward: The most that the backward pass adds to that and the output's gradient, its gradients included.
+    """
+
+    forward: int
+    kept: int
+    backward: int
+
+
+def by_heads(attention: AttentionShape, num_ranks: int) -> bool:
+    """Return whether heads can be dealt out evenly, so that each rank works on whole rows of some."""
+    heads, kv_heads = attention.num_heads, attention.num_kv_heads
+    return heads % num_ranks == 0 and (kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0)
+
+
+def sequence_bytes(attention: AttentionShape, batch: BatchShape, itemsize: int, *, num_ranks: int) -> AttentionBytes:
+    """Return the bytes of one call of attention whose rows `num_ranks` ranks share.
+
+    Exactness: the ledger's, to the byte, where each row is one document; no less than those of any other documents.
+
+    Args:
+        attention: What the layer's attention is given, for all heads.
+        batch: Whole rows.
+        itemsize: Bytes of one number.
+        num_ranks: Ranks that share each row.
+    """
+    replay = _by_heads if by_heads(attention, num_ranks) else _by_spans
+    return replay(attention, batch, itemsize, num_ranks)
+
+
+def _sizes(attention: AttentionShape, tokens: int, itemsize: int) -> dict[str, int]:
+    heads, kv_heads = attention.num_heads, attention.num_kv_heads
+    columns = {
+        "query": heads * attention.qk_width,
+        "key": kv_heads * attention.qk_width,
+        "value": kv_heads * attention.v_width,
+        "out": heads * attention.v_width,
+    }
+    return {name: tokens * each * itemsize for name, each in columns.items()}
+
+
+def _by_heads(attention: AttentionShape, batch: BatchShape, itemsize: int, num_ranks: int) -> AttentionBytes:
+    """Replay `ToHeads`, the attention of whole rows, and `ToTokens`."""
+    own = replace(
+        attention,
+        num_heads=attention.num_heads // num_ranks,
+        num_kv_heads=max(1, attention.num_kv_heads // num_ranks),
+    )
+    span = batch.rows * -(-batch.context // num_ranks)
+    here, there = (_sizes(each, tokens, itemsize) for each, tokens in ((attention, span), (own, batch.tokens)))
+    copies = own.num_kv_heads * num_ranks // attention.num_kv_heads  # of each key head, that travel
+    lse = batch.tokens * own.num_heads * _WIDE
+    several = batch.rows > 1
+    tally = Tally()
+    for name in _NAMES:
+        tally.hold(sent=here[name] * (1 if name == "query" else copies), arrived=there[name])
+        tally.drop("sent")
+        if several:
+            tally.hold(**{name: there[name]})
+            tally.drop("arrived")
+        else:
+            tally.rename(**{name: "arrived"})
+    tally.spike(forward_bytes(own, batch, itemsize))
+    tally.hold(whole=there["out"], lse=lse)
+    tally.hold(sent=there["out"], arrived=here["out"])
+    tally.drop("sent")
+    tally.hold(out=here["out"])
+    tally.drop("arrived")
+
+    back = Tally()
+    back.hold(sent=here["out"], arrived=there["out"])
+    back.drop("sent")
+    if several:
+        back.hold(grad=there["out"])
+        back.drop("arrived")
+    back.spike(backward_bytes(own, batch, itemsize))
+    back.drop("grad", "arrived")
+    back.free(sum(there.values()) + lse)
+    back.hold(grads=sum(there[name] for name in _NAMES))
+    for name in _NAMES:
+        back.hold(sent=there[name], arrived=here[name] * (1 if name == "query" else copies))
+        back.drop("sent")
+        back.hold(**{name: here[name]})
+        back.drop("arrived")
+    return AttentionBytes(forward=tally.peak_bytes, kept=tally.live_bytes, backward=back.peak_bytes)
+
+
+def _by_spans(attention: AttentionShape, batch: BatchShape, itemsize: int, num_ranks: int) -> AttentionBytes:
+    """Replay `ExchangedAttention`."""
+    own = spans(batch.context, num_ranks)[-1]
+    call = Call(attention=attention, rows=batch.rows, context=own.stop - own.start, itemsize=itemsize)
+    rows = tuple(range(0, batch.tokens + 1, batch.context))
+    seen = sights(rows, rows=batch.rows, width=batch.context, num_ranks=num_ranks, window=attention.window)
+    far = [_far_call(call, each[0]) for (rank, _), each in seen.items() if rank == num_ranks - 1]  # rows are alike
+    sizes = _sizes(attention, batch.rows * call.context, itemsize)
+    forward, kept = _spans_forward(call, far, sizes)
+    return AttentionBytes(forward=forward, kept=kept, backward=_spans_backward(call, far, sizes))
+
+
+def _spans_forward(call: Call, far: list[Call], sizes: dict[str, int]) -> tuple[int, int]:
+    """Return the most bytes, and what stays."""
+    room, narrow = sizes["key"] + sizes["value"], call.itemsize < _WIDE
+    tally = Tally()
+    tally.spike(_peak(replay_forward, call))
+    tally.hold(out=sizes["out"], lse=call.lse_bytes(call.rows, call.context))
+    if narrow:
+        tally.hold(wide=sizes["out"] // call.itemsize * _WIDE)
+        tally.drop("out")
+    tally.hold(leaving=room, slot=room, other=room)
+    for one in far:
+        tally.spike(_peak(replay_forward, one))
+        _merge(tally, one)
+    tally.drop("leaving", "slot", "other")
+    if call.attention.sinks:
+        fold_sinks(tally, call)
+        tally.drop("sinks", "lse")
+    if narrow:
+        tally.hold(out=sizes["out"])
+        tally.drop("wide")
+    return tally.peak_bytes, tally.live_bytes
+
+
+def _spans_backward(call: Call, far: list[Call], sizes: dict[str, int]) -> int:
+    """Return the most bytes."""
+    room, narrow = sizes["key"] + sizes["value"], call.itemsize < _WIDE
+    tally = Tally()
+    if call.attention.sinks:
+        sink_gradient(tally, call)
+    tally.spike(_peak(replay_backward, call))
+    tally.hold(**_made(call, sizes))
+    if narrow:
+        tally.hold(**{f"wide {name}": sizes[name] // call.itemsize * _WIDE for name in _NAMES})
+        tally.drop(*_NAMES)
+    tally.hold(home=room, landing=room, leaving=room, slot=room, other=room)
+    for one in far:
+        tally.spike(_peak(replay_backward, one))
+    tally.drop("home", "landing", "leaving", "slot", "other")
+    if narrow:
+        tally.hold(**{name: sizes[name] for name in _NAMES})
+    return tally.peak_bytes
+
+
+def _made(call: Call, sizes: dict[str, int]) -> dict[str, int]:
+    """Return the bytes of the gradients that the kernel gives: of a single block, parts of what was as wide as it."""
+    attention = call.attention
+    if attention.softcapped or (attention.window or call.context) < call.context:
+        return {name: sizes[name] for name in _NAMES}
+    keys = call.key_bytes(call.rows, call.context, call.width, call.itemsize)
+    return {"query": call.query_bytes(call.rows, call.context, call.width, call.itemsize), "key": keys, "value": keys}
+
+
+def _far_call(call: Call, sight: Sight) -> Call:
+    return replace(call, rows=1, context=sight.num_queries, far=(sight.num_keys, sight.lead))
+
+
+def _peak(replay: Callable[[Tally, Call, list[Document]], None], call: Call) -> int:
+    """Return the most bytes of one call: over whole rows of the span, or over keys that came."""
+    tally = Tally()
+    replay(tally, call, [Document(rows=call.rows, tokens=call.context)] if call.far is None else [])
+    return tally.peak_bytes
+
+
+def _merge(tally: Tally, one: Call) -> None:
+    """Hold what `_merge` holds beside the far output and lse."""
+    lse = one.lse_bytes(1, one.context)
+    out = one.query_bytes(1, one.context, one.attention.v_width, one.itemsize)
+    tally.hold(far=out, far_lse=lse, total=lse)
+    part = one.lse_bytes(1, part_tokens(one))
+    wide = one.query_bytes(1, part_tokens(one), one.attention.v_width, _WIDE) if one.itemsize < _WIDE else 0
+    tally.spike(part + wide)
+    tally.drop("far", "far_lse", "total")
