@@ -100,18 +100,29 @@ class Pipelined:
         tile_bytes: Of the routes of one expert that are at work at once.
         block_rows: Tokens whose sums over experts are formed at once, in fp32; default: a whole microbatch. With
             `mesh.ep`, tokens that one rank sends or receives at once; default: a microbatch, or 4,096 if that is less.
-        borrow: Experts of other ranks that one rank can hold; with 0 no expert leaves its rank.
-        borrow_routes: A smaller share of an expert is not lent, unless nothing else of it is left.
+        borrow: With `mesh.ep`, experts of other ranks that one rank can hold; 0 lends none. Default: 4.
+        borrow_routes: With `mesh.ep`, a smaller share of an expert is not lent, unless nothing else of it is left.
+            Default: 1,024.
     """
 
     tile_bytes: Bytes = 32 * 2**20
     block_rows: Count | None = None
-    borrow: int = 4
-    borrow_routes: Count = 1024
+    borrow: int | None = None
+    borrow_routes: Count | None = None
 
     def __post_init__(self) -> None:
-        if self.borrow < 0:
+        if self.borrow is not None and self.borrow < 0:
             raise ValueError(f"`plan.dispatch.borrow` must be 0 or more, got {self.borrow}; 0 lends no expert.")
+
+    @property
+    def max_borrowed(self) -> int:
+        """Experts of other ranks that one rank can hold."""
+        return 4 if self.borrow is None else self.borrow
+
+    @property
+    def least_borrowed_routes(self) -> int:
+        """The smallest share of an expert that is lent, but for a rest."""
+        return 1024 if self.borrow_routes is None else self.borrow_routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,6 +62,13 @@ class RunFile:
                 f"`mesh.ep` ({self.mesh.ep}) spreads experts, which `plan.dispatch` = pipelined alone can run; set it, "
                 "or leave `mesh.ep` out."
             )
+        if self.mesh.ep == 1 and isinstance(self.plan.dispatch, Pipelined):
+            for name in ("borrow", "borrow_routes"):
+                if getattr(self.plan.dispatch, name) is not None:
+                    raise ValueError(
+                        f"`plan.dispatch.{name}` lends experts to other ranks, which has no effect without `mesh.ep`; "
+                        "set that, or leave it out."
+                    )
         if (self.mesh.vp > 1) != isinstance(self.plan.vocab, Ring):
             raise ValueError(
                 f"`mesh.vp` ({self.mesh.vp}) and `plan.vocab` = ring go together: set both, for ranks that share the "

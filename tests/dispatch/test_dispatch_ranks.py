@@ -106,7 +106,7 @@ def test_narrow_numbers_lose_no_more_than_on_one_rank(ranks):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_bytes_are_the_price_for_every_routing_and_do_not_grow(ranks, size, dtype):
     problem = {"num_experts": 20, "top_k": 2, "hidden_size": 24, "width": 16, "dtype": dtype}
     for profile in (*PUBLISHED, ONE_EXPERT):
@@ -114,7 +114,7 @@ def test_bytes_are_the_price_for_every_routing_and_do_not_grow(ranks, size, dtyp
         for found, priced, *live in ranks.run(
             rank_work.peaks,
             size,
-            tokens=[80, 64, 70][:size],
+            tokens=[80, 64, 70, 33][:size],
             block_rows=40,
             balance={"min_routes": 1, "max_foreign": 4},
             routing=(profile.percent, profile.hot),

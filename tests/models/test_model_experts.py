@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from planish.errors import UsageError
+from planish.memory.ledger import Ledger
 from planish.methods import Checkpoint, Offload, Pipelined, Plain, Plan
 from planish.models.install import install
 
@@ -143,6 +144,40 @@ def test_without_it_the_gradients_would_be_those_of_another_routing(tiny_model):
     _, ours = step(again, ids)
     with pytest.raises(AssertionError):
         assert_close(ours, grads, tolerance=1e-2)
+
+
+@pytest.mark.parametrize(("family", "kind", "runs"), [
+    ("mixtral", "non-reentrant", 2), ("qwen3-moe", "non-reentrant", 2), ("gpt-oss", "non-reentrant", 2),
+    ("mixtral", "reentrant", 4),
+    ("qwen2-moe", "non-reentrant", 4),  # the shared expert, which follows, keeps something
+])  # fmt: skip
+def test_experts_whose_result_nobody_needs_again_do_not_run_again(tiny_model, family, kind, runs):
+    model, loads = draw(tiny_model, family), []
+    ids = draw_ids(model)
+    installed = install(model, plan(TILED), seen=loads.append)
+    expected, grads = step(model, ids)
+    installed.undo()
+    if kind == "reentrant":
+        model.activation_checkpointing_enable({"use_reentrant": True})
+    installed = install(model, plan(TILED, Checkpoint()), seen=loads.append)
+    loads.clear()
+    got, ours = step(model, ids)
+    assert len(loads) == runs
+    assert got.loss.equal(expected.loss)
+    assert [name for name, grad in grads.items() if not ours[name].equal(grad)] == []
+    installed.undo()
+
+
+def test_stopped_layers_leave_nothing_behind(tiny_model):
+    model = draw(tiny_model, "mixtral")
+    install(model, plan(TILED, Checkpoint()))
+    ids, live = draw_ids(model), []
+    with Ledger() as ledger:
+        ledger.adopt(list(model.parameters()), "parameters")
+        for _ in range(12):
+            step(model, ids)
+            live.append(ledger.live_bytes)
+    assert len(set(live[1:])) == 1
 
 
 def test_counts_are_whole_numbers_in_a_narrow_model(tiny_model):

@@ -120,8 +120,9 @@ def test_a_stalled_rank_is_named_with_its_step_and_ends_the_others(words, tmp_pa
 
 def test_an_upcycled_mixture_trains_with_its_experts_over_ranks(words, tmp_path):
     upcycled = ["--model.moe.experts", "6", "--model.moe.top-k", "2", "--plan.dispatch.method", "pipelined"]
-    upcycled += ["--plan.dispatch.borrow-routes", "1", "--train.global-tokens", "128", "--model.dtype", "fp32"]
-    for ranks, mesh in ((4, ["--mesh.ep", "4", "--memory", "1GiB"]), (1, [])):
+    upcycled += ["--train.global-tokens", "128", "--model.dtype", "fp32"]
+    shared = ["--mesh.ep", "4", "--plan.dispatch.borrow-routes", "1", "--memory", "1GiB"]
+    for ranks, mesh in ((4, shared), (1, [])):
         with launch([*words(f"{ranks}", "llama"), *upcycled, *mesh, "--train.steps", "5"], ranks=ranks) as job:
             said, _ = job.communicate(timeout=120)
         assert job.returncode == 0, said

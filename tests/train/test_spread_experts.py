@@ -54,7 +54,7 @@ def engine_of(run, model, world, scope):
     ("family", "mesh", "config"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
 )
 def test_experts_over_ranks_are_those_of_one_process(run_of, tiny_model, tiny_tokenizer, ranks, family, mesh, config):
-    one, many = run_of(family, None, *PIPELINED, **config), run_of(family, mesh, *PIPELINED, *BLOCKS, **config)
+    one, many = run_of(family, None, *PIPELINED[:1], **config), run_of(family, mesh, *PIPELINED, *BLOCKS, **config)
 
     def model():
         return tiny_model(family, dtype=torch.float64, **config)
@@ -74,7 +74,8 @@ def test_experts_over_ranks_are_those_of_one_process(run_of, tiny_model, tiny_to
 def test_experts_over_ranks_beside_other_methods(run_of, tiny_model, tiny_tokenizer, ranks, beside):
     mesh, settings = BESIDE[beside]
     alone = settings if beside == "apollo" else []
-    one, many = run_of("mixtral", None, *PIPELINED, *alone), run_of("mixtral", mesh, *PIPELINED, *BLOCKS, *settings)
+    one = run_of("mixtral", None, *PIPELINED[:1], *alone)
+    many = run_of("mixtral", mesh, *PIPELINED, *BLOCKS, *settings)
 
     def model():
         return tiny_model("mixtral", dtype=torch.float64)
@@ -147,7 +148,9 @@ def test_a_checkpoint_goes_on_at_another_number_of_ranks(run_of, ranks, tmp_path
     undisturbed = [line["loss"].hex() for line in lines][3:]
     found = {}
     for dp, ep in ((4, 4), (2, 2), (1, 1)):
-        run = dataclasses.replace(longer, mesh=MeshSection(dp=dp, ep=ep))
+        dispatch = dataclasses.replace(longer.plan.dispatch, borrow_routes=1 if ep > 1 else None)
+        plan = dataclasses.replace(longer.plan, dispatch=dispatch)
+        run = dataclasses.replace(longer, mesh=MeshSection(dp=dp, ep=ep), plan=plan)
         found[ep] = ranks(lambda world, run=run: next_losses(run, world), dp=dp, ep=ep)
     assert all([loss.hex() for loss in each[1:]] == undisturbed for each in found[4])
     unit = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
@@ -186,6 +189,8 @@ def test_a_rank_that_fails_inside_a_layer_ends_the_others(run_of, tiny_model, ti
 
 @pytest.mark.parametrize(("settings", "words"), [
     ([("mesh.dp", 2), ("mesh.ep", 2)], "`plan.dispatch` = pipelined alone can run; set it"),
+    (PIPELINED, "`plan.dispatch.borrow_routes` lends experts to other ranks, which has no effect without `mesh.ep`"),
+    ([*PIPELINED[:1], ("plan.dispatch.borrow", 0)], "`plan.dispatch.borrow` lends experts .* leave it out"),
     ([("mesh.dp", 4), ("mesh.ep", 3), *PIPELINED], r"`mesh.ep` \(3\) must divide `mesh.dp` \(4\); one of 1, 2, 4."),
     ([("plan.dispatch.method", "pipelined"), ("plan.dispatch.borrow", -1)], "must be 0 or more, got -1"),
     ([("mesh.dp", 4), ("mesh.ep", 2), *PIPELINED, ("plan.optim", "apollo")], "set `mesh.ep = 4`"),

@@ -124,7 +124,7 @@ class Shared:
                 f"`plan.dispatch.block_rows` ({rows}) must be at least `mesh.ep`, {self.group.size()}: each rank may "
                 f"send a token to the same one; {self.group.size()} is the smallest that works."
             )
-        balance = Balance(max_foreign=method.borrow, min_routes=method.borrow_routes)
+        balance = Balance(max_foreign=method.max_borrowed, min_routes=method.least_borrowed_routes)
         return Ranks(
             group=self.group,
             num_experts=num_experts,

@@ -124,7 +124,7 @@ class Candidate:
                 num_experts=question.num_experts,
                 max_tokens=tokens,
                 block_rows=block_rows_of(plan.dispatch.block_rows, tokens, self.mesh.ep),
-                max_foreign=plan.dispatch.borrow,
+                max_foreign=plan.dispatch.max_borrowed,
             )
         return replace(table, launch=launch, on_host=question.hardware.kind == "cuda")
 

@@ -284,8 +284,8 @@ def _replace_experts(engine: Engine, journal: Journal) -> dict[int, Experts]:
     def run(experts: nn.Module, hidden: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
         weights = weights_of(experts)
         seen[number[experts]] = sizes_of(hidden, ids, scores, weights, gate_of(experts))
-        held = (weights.up, weights.down, weights.up_bias, weights.down_bias)
-        return ExpertsStandIn.apply(ids, lambda marker: journal.note("marker", marker), hidden, scores, *held)
+        operands = (weights.up, weights.down, weights.up_bias, weights.down_bias)
+        return ExpertsStandIn.apply(ids, lambda marker: journal.note("marker", marker), hidden, scores, *operands)
 
     if found:
         ALL_EXPERTS_FUNCTIONS.register(_NAME, run)

@@ -35,7 +35,11 @@ class AttentionStandIn(torch.autograd.Function):
 
 
 class ExpertsStandIn(torch.autograd.Function):
-    """Stands in for `peaks.dispatch.pipelined`: the same result and saved tensors, nothing else."""
+    """Stands in for `peaks.dispatch.pipelined`: the same result and saved tensors, nothing else.
+
+    Its marker comes before its tensors are saved, so that a layer that runs again is priced with its experts, although
+    they then run only where something behind them is needed: they hold more in backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, note: Callable[[str], None], *operands: Tensor | None) -> Tensor:

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from planish.peaks.dispatch.experts import Buffers, Desk, Rows, Sums, Weights
 from planish.peaks.dispatch.gates import Gate, columns
+from planish.peaks.dispatch.held import held
 from planish.price.dispatch import Experts, backward_buffers, forward_buffers
 from planish.price.processor import product_dtype
 
@@ -72,8 +71,8 @@ def pipelined_experts(hidden: Tensor, ids: Tensor, scores: Tensor, weights: Weig
         TypeError: Hidden states of another dtype than the weights.
     """
     check(hidden, ids, scores, weights)
-    held = (weights.up, weights.down, weights.up_bias, weights.down_bias)
-    return _Pipelined.apply(ids, weights.transposed, options, hidden, scores, *held)
+    step = _Alone(transposed=weights.transposed, options=options)
+    return held(step, ids, hidden, scores, weights.up, weights.down, weights.up_bias, weights.down_bias)
 
 
 def products_in(given: torch.dtype, device: torch.device) -> torch.dtype:
@@ -83,13 +82,19 @@ def products_in(given: torch.dtype, device: torch.device) -> torch.dtype:
     return getattr(torch, product_dtype(str(given).removeprefix("torch.")))
 
 
-class _Pipelined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, transposed: bool, options: Options, *operands: Tensor | None) -> Tensor:
-        ctx.save_for_backward(ids, *operands)
-        ctx.transposed, ctx.options = transposed, options
+@dataclass(slots=True, kw_only=True)
+class _Alone:
+    """The experts of one rank as a `Step`."""
+
+    transposed: bool
+    options: Options
+    grad: Tensor | None = None
+
+    def run(self, ids: Tensor, *operands: Tensor | None) -> Tensor:
+        """See `Step`."""
+        options = self.options
         hidden, scores, up, down, up_bias, down_bias = operands
-        weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=transposed)
+        weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=self.transposed)
         sizes = sizes_of(hidden, ids, scores, weights, options.gate)
         buffers = allocate(forward_buffers(sizes, len(hidden), options.tile_rows, options.block_rows), hidden, scores)
         desk = Desk(weights, options.gate, buffers)
@@ -106,13 +111,14 @@ class _Pipelined(torch.autograd.Function):
         options.seen(Load(max_over_mean=max_over_mean(loads), spilled=0, blocks=len(blocks)))
         return result
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ids, hidden, scores, up, down, up_bias, down_bias = ctx.saved_tensors
-        options = ctx.options
-        need_hidden, need_scores, *wanted = ctx.needs_input_grad[3:]
-        weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=ctx.transposed)
+    def gradients(
+        self, grad: Tensor, needed: tuple[bool, ...], ids: Tensor, *operands: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """See `Step`."""
+        hidden, scores, up, down, up_bias, down_bias = operands
+        options = self.options
+        need_hidden, need_scores, *wanted = needed
+        weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=self.transposed)
         sizes = sizes_of(hidden, ids, scores, weights, options.gate)
         listed = backward_buffers(sizes, len(hidden), options.tile_rows, options.block_rows)
         buffers = allocate(listed, hidden, scores)
@@ -134,7 +140,7 @@ class _Pipelined(torch.autograd.Function):
             )
             if total is not None and total.dtype != by_hidden.dtype:
                 by_hidden[block] = total
-        return None, None, None, by_hidden, by_scores, *sums.finish()
+        return by_hidden, by_scores, *sums.finish()
 
 
 def max_over_mean(loads: np.ndarray) -> float:

@@ -10,14 +10,13 @@ and the codes of its routes; in backward its gradient too.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from planish.peaks.dispatch.experts import Buffers, Desk, Rows, Sums, Weights
+from planish.peaks.dispatch.held import held
 from planish.peaks.dispatch.pipelined import Options, allocate, check, dtypes_of, sizes_of
 from planish.peaks.dispatch.trip import Parcel, Ranks, Trip, plan_trip
 from planish.price.dispatch import Experts
@@ -56,20 +55,27 @@ def spread_experts(
         TypeError: Hidden states of another dtype than the weights.
     """
     check(hidden, ids, scores, weights)
-    held = (weights.up, weights.down, weights.up_bias, weights.down_bias)
-    return _Spread.apply(ids, weights.transposed, options, ranks, hidden, scores, *held)
+    step = _Together(transposed=weights.transposed, options=options, ranks=ranks)
+    return held(step, ids, hidden, scores, weights.up, weights.down, weights.up_bias, weights.down_bias)
 
 
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, ids: Tensor, transposed: bool, options: Options, ranks: Ranks, *operands: Tensor | None
-    ) -> Tensor:
+@dataclass(slots=True, kw_only=True)
+class _Together:
+    """The experts of all ranks as a `Step`."""
+
+    transposed: bool
+    options: Options
+    ranks: Ranks
+    trip: Trip | None = None
+    grad: Tensor | None = None
+
+    def run(self, ids: Tensor, *operands: Tensor | None) -> Tensor:
+        """See `Step`."""
+        options, ranks = self.options, self.ranks
         trip, exchanged = plan_trip(ids, ranks)
-        ctx.save_for_backward(*operands)
-        ctx.trip, ctx.transposed, ctx.options, ctx.ranks = trip, transposed, options, ranks
+        self.trip = trip
         hidden, scores, up, down, up_bias, down_bias = operands
-        weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=transposed)
+        weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=self.transposed)
         result = hidden.new_zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         rank = _Rank(trip, ranks, options, weights, hidden, scores, backward=False)
 
@@ -87,14 +93,15 @@ class _Spread(torch.autograd.Function):
         options.seen(trip.load)
         return result.to(hidden.dtype)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, scores, up, down, up_bias, down_bias = ctx.saved_tensors
-        trip, ranks = ctx.trip, ctx.ranks
-        _, need_scores, *wanted = ctx.needs_input_grad[4:]
-        weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=ctx.transposed)
-        rank = _Rank(trip, ranks, ctx.options, weights, hidden, scores, backward=True)
+    def gradients(
+        self, grad: Tensor, needed: tuple[bool, ...], _ids: Tensor, *operands: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """See `Step`."""
+        hidden, scores, up, down, up_bias, down_bias = operands
+        trip, ranks = self.trip, self.ranks
+        _, need_scores, *wanted = needed
+        weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=self.transposed)
+        rank = _Rank(trip, ranks, self.options, weights, hidden, scores, backward=True)
         sums = [Sums(each, tuple(wanted), once=False, buffers=rank.buffers) for each in (weights, rank.borrowed)]
         by_hidden = hidden.new_zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         by_scores = scores.new_zeros(scores.shape)
@@ -118,7 +125,7 @@ class _Spread(torch.autograd.Function):
             rank.return_sums(*sums)
         sums.pop()
         by_hidden = by_hidden.to(hidden.dtype)
-        return None, None, None, None, by_hidden, by_scores, *sums[0].finish()
+        return by_hidden, by_scores, *sums[0].finish()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
