@@ -157,3 +157,86 @@ def test_a_run_file_may_ask(plan, tmp_path):
     assert tree["memory_bytes"] == 30 * 2**30
     assert tree["plan"]["plan"]["boundary"]["method"] == "checkpoint"
     assert tree["context"] == 4096
+
+
+AXOLOTL = """
+base_model: meta-llama/Llama-3.1-8B
+sequence_len: 8192
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+sample_packing: true
+bf16: true
+gradient_checkpointing: true
+optimizer: adamw_torch_fused
+deepspeed: deepspeed_configs/zero3_bf16.json
+"""
+FACTORY = """
+model_name_or_path: Qwen/Qwen3-8B
+finetuning_type: lora
+cutoff_len: 4096
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+bf16: true
+"""
+
+
+def test_other_peoples_runs_are_answered_as_they_stand(plan, tmp_path):
+    path = tmp_path / "axolotl.yaml"
+    path.write_text(AXOLOTL)
+    words = ["plan", "--from", path, "--devices", "8", "--hardware", "h100", "--json"]
+    code, out, err = plan(*words)
+    assert (code, err) == (0, "")
+    tree = json.loads(out)
+    stands = tree["as_it_stands"]
+    assert stands["framework"] == "axolotl"
+    assert tree["tokens_per_step"] == 8192 * 2 * 4 * 8
+    assert tree["plan"]["data"]["context"] == 8192
+    assert stands["phases"]["head"]["categories"]["head tiles"] > 8192 * 2 * 128256 * 4  # logits are formed
+    path.write_text(AXOLOTL + "cut_cross_entropy: true\n")
+    fused = json.loads(plan(*words)[1])["as_it_stands"]
+    assert fused["peak_bytes"] < stands["peak_bytes"]
+    path.write_text(FACTORY)
+    code, out, _ = plan(*words[:-1])
+    assert code == 0
+    assert "as it stands (LLaMA-Factory): " in out
+    assert "its adapter is not priced" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [", "is not YAML"),
+        ("learning_rate: 1e-4\n", "is no run of axolotl, LLaMA-Factory or transformers"),
+        ("base_model: x/llama-9\nsequence_len: 8\nmicro_batch_size: 1\n", "nor a known architecture"),
+        ("base_model: llama-3.1-8b\nsequence_len: -8\nmicro_batch_size: 1\n", "`sequence_len` of the file must be"),
+    ],
+)
+def test_a_file_that_is_none_is_one_sentence(plan, tmp_path, text, said):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    code, out, err = plan("plan", "--from", path)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_training_arguments_need_a_model(plan, tmp_path):
+    path = tmp_path / "training_args.json"
+    path.write_text(json.dumps({"per_device_train_batch_size": 2, "gradient_checkpointing": True, "bf16": True}))
+    assert "`--model` must name" in plan("plan", "--from", path)[2]
+    code, out, _ = plan("plan", "--from", path, "--model", "llama-3.2-1b", "--context", "2K")
+    assert code == 0
+    assert "as it stands (transformers): " in out
+
+
+def test_the_proof_stands_beside_the_prices(plan, tmp_path):
+    config = tmp_path / "config.json"
+    sizes = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
+    config.write_text(json.dumps(sizes | {"num_attention_heads": 4, "vocab_size": 1024}))
+    words = ["plan", "--model", config, "--context", "1K", "--devices", "2", "--hardware", "h100", "--prove", "--json"]
+    code, out, err = plan(*words, "--plan.boundary", "checkpoint", "--mesh.dp", "2")
+    proof = json.loads(out)["proof"]
+    assert proof["depths"] == [3, 4]
+    assert set(proof["differences"]) == {"forward", "backward", "optimizer", "save"}
+    assert min(proof["differences"].values()) > -0.005
+    assert max(proof["differences"].values()) < 0.05  # a model this small is mostly what is gathered
+    assert (code, err) == (6 if max(proof["differences"].values()) > 0.01 else 0, "")

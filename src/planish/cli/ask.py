@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.cli.options import count, size_bytes
+from planish.cli.theirs import Theirs, read_theirs
 from planish.decode import decode, nearest
 from planish.errors import UsageError
 from planish.methods import Plan
@@ -33,14 +34,16 @@ class Asked:
         name: What the model was called.
         model: What a run file would say of the model.
         notes: What was assumed, a sentence each.
-        tree: The run file's own tables.
+        config: The model's config.json.
+        theirs: The run of another framework that is asked about.
     """
 
     question: Question
     name: str
     model: dict[str, Any]
     notes: tuple[str, ...]
-    tree: dict[str, Any]
+    config: Mapping[str, Any]
+    theirs: Theirs | None = None
 
 
 def ask(options: Any, settings: list[tuple[str, Any]]) -> Asked:
@@ -52,18 +55,21 @@ def ask(options: Any, settings: list[tuple[str, Any]]) -> Asked:
     file = options.run / "run.toml" if options.run is not None and options.run.is_dir() else options.run
     tree = load_tree(file, settings)
     _refuse_unknown(tree)
-    name, config, model = _model(options.model, tree.get("model", {}))
+    theirs = None if options.from_ is None else read_theirs(options.from_)
+    if theirs is not None:
+        tree = {**tree, "model": {"dtype": theirs.dtype, **tree.get("model", {})}}
+    name, config, model = _model(options.model or (theirs and theirs.model), tree.get("model", {}))
     section = decode(ModelSection, {**_without(tree.get("model", {}), "from", "gguf", "config"), "from": "."}, "model")
     memory = decode(MemorySection, tree.get("memory", {}), "memory")
     shape = read_config(config)
-    context = _context(options, tree, shape)
+    context = _context(options, tree, shape, theirs)
     devices = count(options.devices, name="--devices") if options.devices else _ranks(tree)
     hardware = with_memory(find_hardware(options.hardware or _DEFAULT_HARDWARE), memory.budget)
     question = Question(
         shape=shape,
         dtype=section.dtype,
         context=context,
-        rows=_rows(options, tree, context),
+        rows=_rows(options, tree, context) or (theirs and theirs.rows * theirs.microbatches * devices),
         devices=devices,
         hardware=hardware,
         host=None if options.host_memory is None else size_bytes(options.host_memory, name="--host-memory"),
@@ -75,8 +81,9 @@ def ask(options: Any, settings: list[tuple[str, Any]]) -> Asked:
         question=question,
         name=name,
         model={**model, "dtype": section.dtype},
-        notes=tuple(_notes(options, config, shape, context, memory)),
-        tree=tree,
+        notes=(*_notes(options, config, shape, context, memory), *(theirs.notes if theirs is not None else ())),
+        config=config,
+        theirs=theirs,
     )
 
 
@@ -123,12 +130,14 @@ def _read(path: Path) -> Mapping[str, Any]:
     return tree
 
 
-def _context(options: Any, tree: Mapping[str, Any], shape: ModelShape) -> int:
+def _context(options: Any, tree: Mapping[str, Any], shape: ModelShape, theirs: Theirs | None) -> int:
     data = tree.get("data", {})
     if options.context is not None:
         return count(options.context, name="--context")
     if "context" in data:
         return decode(DataSection, {"train": "none", "context": data["context"]}, "data").context
+    if theirs is not None and theirs.context is not None:
+        return theirs.context
     return min(shape.max_positions or 4096, 4096)
 
 

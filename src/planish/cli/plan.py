@@ -17,8 +17,9 @@ from rich.table import Table
 from planish.cli import pipeline
 from planish.cli.ask import ask
 from planish.cli.options import parse
+from planish.cli.prove import prove
 from planish.cli.told import misfit as misfit_of
-from planish.cli.told import show, to_tree
+from planish.cli.told import show, show_proof, to_tree
 from planish.cli.train import read_run
 from planish.decode import encode
 from planish.errors import PlanishError, UsageError, VerificationFailed
@@ -68,15 +69,17 @@ class Options:
     """With --model: bytes of each node's host memory, such as 2TiB; default: what it takes, told."""
     disk: str | None = None
     """With --model: bytes of each node's disk; default: none."""
+    from_: Annotated[Path | None, tyro.conf.arg(name="from", metavar="FILE")] = None
+    """A run of axolotl or LLaMA-Factory (YAML) or transformers' TrainingArguments (JSON): as it stands, and as planish
+    would run it."""
     actions: Path | None = None
     """With --pipeline: write the schedule into this file, as text that `plan.pipeline.file` reads back."""
 
     @property
     def asks(self) -> bool:
         """Whether mesh and methods are to be chosen."""
-        return any(
-            (self.model, self.context, self.batch_tokens, self.devices, self.hardware, self.host_memory, self.disk)
-        )
+        sizes = (self.context, self.batch_tokens, self.devices, self.host_memory, self.disk)
+        return any((self.model, self.from_, self.hardware, *sizes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +166,9 @@ def _tree(options: Options, settings: list[tuple[str, Any]]) -> tuple[dict[str, 
         asked = ask(options, settings)
         told = find(asked.question)
         _draw(options.svg, told)
-        return to_tree(asked, told), misfit_of(told)
+        proof = prove(told.best, asked.config) if options.prove else None
+        tree = to_tree(asked, told) | ({} if proof is None else {"proof": proof.to_dict()})
+        return tree, misfit_of(told) or (proof and proof.error())
     answer = _answer(options, settings, say=lambda _: None)
     return _to_tree(answer), _error(answer)
 
@@ -174,6 +179,11 @@ def _show_question(options: Options, settings: list[tuple[str, Any]]) -> int:
     show(asked, told)
     _draw(options.svg, told)
     error = misfit_of(told)
+    if options.prove and error is None:
+        sys.stderr.write("planish: running the planned step on tensors without data (a minute or so) ...\n")
+        proof = prove(told.best, asked.config)
+        show_proof(proof)
+        error = proof.error()
     if error is not None:
         raise error
     return 0

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from planish.cli.ask import Asked, hardware_line
+from planish.cli.prove import Proof
 from planish.decode import decode
 from planish.errors import DoesNotFit, PlanishError
 from planish.methods import Bitmap
@@ -61,6 +62,8 @@ def show(asked: Asked, found: Answer) -> None:
     best = found.best
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     console.print(_headline(asked, best))
+    for sentence in _stands(asked, best):
+        console.print(f"{sentence}\n", markup=False)
     console.print(_device_table(best))
     console.print(_host_table(best))
     for sentence in _sentences(asked, found):
@@ -71,6 +74,15 @@ def show(asked: Asked, found: Answer) -> None:
             console.print(f"  {sentence}", markup=False)
     heading = "the plan, to paste into a run file" if found.fits else "the most bounded plan, which does not fit"
     console.print(f"\n# {heading}\n{tomli_w.dumps(plan_tables(best))}", markup=False, end="")
+
+
+def show_proof(proof: Proof) -> None:
+    """Print prices and dry run side by side."""
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console.print(f"\nproof: layers folded to {proof.depths[0]} and {proof.depths[1]}, every rank of the mesh")
+    console.print(proof.table())
+    for sentence in proof.notes:
+        console.print(f"  {sentence}", markup=False)
 
 
 def to_tree(asked: Asked, found: Answer) -> dict[str, Any]:
@@ -112,7 +124,29 @@ def to_tree(asked: Asked, found: Answer) -> dict[str, Any]:
         "longest_context": found.longest,
         "fewest_devices": found.fewest,
         "source": "arithmetic",
-    }
+    } | _stands_tree(asked, best)
+
+
+def _stands_tree(asked: Asked, best: Candidate) -> dict[str, Any]:
+    if asked.theirs is None:
+        return {}
+    found = asked.theirs.as_it_stands(best.question)
+    stands = found.estimate.to_dict() | {"fits": found.over() is None, "step_s": found.time.total_s}
+    return {"as_it_stands": stands | {"framework": asked.theirs.framework}}
+
+
+def _stands(asked: Asked, best: Candidate) -> tuple[str, ...]:
+    """Return what the run of another framework would hold as it stands."""
+    if asked.theirs is None:
+        return ()
+    found = asked.theirs.as_it_stands(best.question)
+    peak, limit = found.estimate.peak_bytes, best.question.hardware.memory
+    verdict = "fits" if found.over() is None else f"does not fit {format_bytes(limit)}"
+    return (
+        f"as it stands ({asked.theirs.framework}): {format_bytes(peak)} in {found.estimate.peak_phase}, {verdict}, "
+        f"{found.time.total_s:,.3g} s a step; as planish would run it: {format_bytes(best.estimate.peak_bytes)}, "
+        f"{best.time.total_s:,.3g} s",
+    )
 
 
 def _headline(asked: Asked, best: Candidate) -> str:

@@ -303,8 +303,11 @@ class _Writer:
     def _save_bytes(self) -> int:
         """Return what writing takes at most: one layer's experts again; over ranks a tensor brought together, twice."""
         sizes = {each.name: each.numel * self._itemsize for each in self._shape.tensors}
-        experts = max((nbytes for name, nbytes in sizes.items() if is_expert(name)), default=0)
-        return max(3 * experts, 2 * max(sizes.values())) if self._is_sharded else experts
+        experts = sorted(nbytes for name, nbytes in sizes.items() if is_expert(name))
+        if not self._is_sharded:
+            return experts[-1] if experts else 0
+        again = 3 if self._mesh.vp > 1 else 2
+        return max(sum(experts) + max(experts, default=0), again * max(set(sizes.values()) - set(experts)))
 
 
 def _largest(moments: list[Lines]) -> tuple[Lines, ...]:

@@ -1,6 +1,6 @@
 """The step that would train, run on fake tensors: every phase's peak to the byte, without data, weights or memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from planish.models.load import draw_model, load_config
 from planish.runfile import RunFile
 from planish.shapes import spans
 from planish.train.collect import Collected
-from planish.train.engine import build_engine
+from planish.train.engine import Engine, build_engine
 from planish.train.evaluate import evaluate
 from planish.train.facts import AssumedFacts
 from planish.train.job import Job
@@ -103,7 +103,12 @@ class DryRun:
 
 
 def dry_run(
-    run: RunFile, *, batches: Sequence[Batch] = (), device_type: Literal["cpu", "cuda"] = "cpu", rank: int = 0
+    run: RunFile,
+    *,
+    batches: Sequence[Batch] = (),
+    device_type: Literal["cpu", "cuda"] = "cpu",
+    rank: int = 0,
+    adapt: Callable[[Engine], Engine] | None = None,
 ) -> DryRun:
     """Return the peaks of `run`, executing the very code that will train on tensors without data.
 
@@ -122,6 +127,7 @@ def dry_run(
         device_type: The device whose memory is asked about; a CUDA device need not be there.
         rank: Of the pipeline, the rank that is asked about; the rows of the vocabulary that a batch needs are taken to
             be all its own, and all different, the most that they can be.
+        adapt: Changes the engine before its first step.
 
     Raises:
         UsageError: A model that cannot be built.
@@ -150,6 +156,7 @@ def dry_run(
                 dry=True,
                 world=world,
             )
+            engine = engine if adapt is None else adapt(engine)
             feed = Replay(batches, mode) if batches else WorstCase(run, device_type, world.place)
             job = Job(
                 run=run,
