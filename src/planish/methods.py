@@ -143,6 +143,8 @@ class Tiled:
 class Bitmap:
     """Networks with relu or relu^2 keep what is not zero of their activations, bit for bit, in tiles (BitSparse).
 
+    Routed experts are left to `plan.dispatch`: pipelined keeps none of their activations, plain all of them.
+
     Attributes:
         arena_bytes: What holds those values, whatever the data; a layer that does not fit computes its activations
             again. Default: room for 55 % of all that waits for backward at once.

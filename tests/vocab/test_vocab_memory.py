@@ -10,6 +10,7 @@ from planish.memory.ledger import Ledger
 from planish.peaks.vocab import inputs
 from planish.peaks.vocab.losses import linear_cross_entropy, linear_logprob
 from planish.price.vocab import Phases, cross_entropy_phases
+from planish.price.vocab_targets import targets_phases
 
 WIDTH, VOCAB = 48, 2100
 STRATEGIES = ("gradients-in-forward", "recompute")
@@ -75,6 +76,30 @@ def test_price_is_what_the_ledger_measures(
     [(sizes, tiling)] = planned
     options = {name: name in loss for name in ("label_smoothing", "z_loss")}
     assert measured == cross_entropy_phases(sizes, tiling, num_valid=head.num_valid, **options)
+
+
+KINDS = [{}, {"label_smoothing": 0.1}, {"z_loss": 0.1}, {"label_smoothing": 0.1, "z_loss": 0.1}]
+
+
+@pytest.mark.parametrize("loss", KINDS)
+@pytest.mark.parametrize("given", [operands(FP32, FP32), operands(BF16, BF16, ignored=0.3)])
+@pytest.mark.parametrize(("tokens", "vocab", "tile_bytes"), [(150, VOCAB, 2**18), (2000, 130, 2**14)])
+def test_weights_and_several_targets_are_priced_too(draw_head, planned, given, loss, tokens, vocab, tile_bytes):
+    head = draw_head(tokens, WIDTH, vocab, **given)
+    options = {name: name in loss for name in ("label_smoothing", "z_loss")}
+    for strategy in STRATEGIES:
+        head.hidden.grad = head.weight.grad = None
+        weights = torch.rand(vocab)
+        measured = measure(head, strategy=strategy, tile_bytes=tile_bytes, class_weight=weights, **loss)
+        price = cross_entropy_phases(*planned[-1], num_valid=head.num_valid, class_weight=True, **options)
+        assert measured == price
+    for count in (1, 3, 16):
+        head.hidden.grad = head.weight.grad = None
+        target = torch.randint(0, vocab, (tokens, count)).masked_fill((head.target == -100).unsqueeze(1), -100)
+        several = dataclasses.replace(head, target=target)
+        measured = measure(several, tile_bytes=tile_bytes, target_probs=torch.rand(tokens, count), **loss)
+        price = targets_phases(*planned[-1], count, num_valid=head.num_valid, **options)
+        assert measured == price
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.3, 1.0])

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from math import isqrt, prod
 from typing import Literal
 
+from planish.price.phases import Phases
+
 Strategy = Literal["gradients-in-forward", "recompute"]
 Pass = Literal["statistics", "gradients", "both"]
 
@@ -295,23 +297,14 @@ def _fit_blocks(head: Head, tiling: Tiling, tile_bytes: int, weigh: Callable[[Ti
     return replace(tiling, blocks=sizes[max(0, fitting - 1)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phases:
-    """Bytes alive beyond the arguments of the loss, and beyond gradients of earlier microbatches.
-
-    Attributes:
-        forward: At most while the loss is made.
-        kept: From then until backward, the loss included.
-        backward: At most while the gradients are made, they included.
-    """
-
-    forward: int
-    kept: int
-    backward: int
-
-
 def cross_entropy_phases(
-    head: Head, tiling: Tiling, *, num_valid: int | None = None, label_smoothing: bool = False, z_loss: bool = False
+    head: Head,
+    tiling: Tiling,
+    *,
+    num_valid: int | None = None,
+    label_smoothing: bool = False,
+    z_loss: bool = False,
+    class_weight: bool = False,
 ) -> Phases:
     """Return what the summed cross-entropy weighs, to the byte on a CPU.
 
@@ -321,13 +314,14 @@ def cross_entropy_phases(
         num_valid: Tokens that are not ignored; None is all of them.
         label_smoothing: Whether some of the loss is spread over the vocabulary.
         z_loss: Whether lse^2 is part of the loss.
+        class_weight: Whether classes have weights, in float32.
     """
     valid = head.tokens if num_valid is None else num_valid
     price = _in_forward if tiling.keeps_tiles else _recomputed
-    return price(head, tiling, valid, label_smoothing, z_loss)
+    return price(head, tiling, valid, label_smoothing, z_loss, class_weight)
 
 
-def _in_forward(head: Head, tiling: Tiling, valid: int, smooth: bool, z_loss: bool) -> Phases:
+def _in_forward(head: Head, tiling: Tiling, valid: int, smooth: bool, z_loss: bool, weighted: bool) -> Phases:
     wide, elements = head.wide_bytes, head.vocab_size * head.trained_width
     grads = {
         "hidden": head.tokens * head.hidden_size * ITEMSIZE[head.hidden_dtype],
@@ -340,30 +334,34 @@ def _in_forward(head: Head, tiling: Tiling, valid: int, smooth: bool, z_loss: bo
     }
     kept = sum(grads[name] for name in head.grads) + wide
     # Alive for each row of a group: lse, nll, target slope and its masked copy, target and column of 8 bytes each.
-    row = 4 * wide + 16 + (2 * smooth + z_loss) * wide
+    row = 4 * wide + 16 + (2 * smooth + z_loss + weighted) * wide
     work = total_bytes(tiling.buffers(head, "both")) + _lookup_bytes(head, valid)
     return Phases(
-        forward=work + kept + (valid - 1) * wide + row * min(valid, tiling.group_rows(valid)),
+        forward=kept
+        + max(
+            work + (valid - 1) * wide + row * min(valid, tiling.group_rows(valid)),
+            12 * head.tokens * weighted,
+        ),
         kept=kept,
         backward=kept + 2 * wide + sum(rounded.get(name, 0) for name in head.grads),
     )
 
 
-def _recomputed(head: Head, tiling: Tiling, valid: int, smooth: bool, z_loss: bool) -> Phases:
+def _recomputed(head: Head, tiling: Tiling, valid: int, smooth: bool, z_loss: bool, weighted: bool) -> Phases:
     wide, width, rows = head.wide_bytes, head.hidden_size, min(valid, tiling.group_rows(valid))
     ignoring, per_token = valid < head.tokens, head.tokens * wide
     statistics = per_token * len({"nll", *head.wanted} | ({"lse"} if head.grads else set()))
     scan = rows * (wide + 16 + ITEMSIZE[head.product_dtype])
     combine = rows * (3 * wide + smooth * wide)
     scanning = total_bytes(tiling.buffers(head, "statistics")) + _lookup_bytes(head, valid) + max(scan, combine)
-    losses = per_token * (2 * smooth or z_loss)
+    losses = max(per_token * (2 * smooth or z_loss), (20 * head.tokens + wide) * weighted)
     hidden_sum = valid * width * wide if tiling.sums_hidden(head) else 0
-    upstream = per_token * (3 * smooth or z_loss)
+    upstream = per_token * (3 * smooth or z_loss + weighted)
     derive = rows * ((ignoring + 3 + smooth) * wide + 16)
     bias = head.vocab_size * _narrow(head, head.bias_dtype) if "bias" in head.grads else 0
     return Phases(
         forward=statistics + max(scanning, losses),
-        kept=per_token + wide,
+        kept=per_token * (1 + weighted) + wide,
         backward=per_token
         + 2 * wide
         + upstream
