@@ -84,6 +84,6 @@ def test_vocabulary_passes_put_off_to_the_end_are_counted(kind, buffer, unit_cos
 
 def test_stages_of_one_rank_hand_over_without_a_transfer(unit_costs):
     schedule = v_half(num_ranks=1, num_microbatches=1, head=Head.LAST_STAGE, costs=unit_costs(1, 2, Head.LAST_STAGE))
-    assert [str(action) for action in schedule.ranks[0]] == ["0F0", "1F0", "1I0", "0I0", "1W0", "0W0"]
+    assert [str(action) for action in schedule.ranks[0]] == ["0F0", "1F0", "1I0", "1W0", "0I0", "0W0"]
     assert peak_counts(schedule)[0] == {Buffer.ACTIVATION: 2, Buffer.RESULT: 1}
     assert in_flight(schedule) == (2,)

@@ -98,7 +98,7 @@ def test_a_tied_weight_gets_the_gradients_of_both_its_uses(num_shards, barriers)
     for i, (head, scan, gradient) in enumerate(zip(heads, scans, gradients, strict=True)):
         share = t_pass(head, scan.tokens, whole, 1 / 14, weight_grad=gradient, hidden_grad=barriers == 2)
         shares[i] = share if barriers == 2 else shares[i]
-    hidden.backward(to_tokens(scans[0].tokens, sum(shares)).view_as(hidden))
+    hidden.backward(to_tokens(sum(shares), scans[0].tokens.index, num_tokens=hidden[..., 0].numel()).view_as(hidden))
     d_embedded = embedded.grad.view(-1, width)
     for shard, rows, gradient in zip(shards, looked_up, gradients, strict=True):
         embed_backward(shard, ids, Rows(index=rows.index, values=d_embedded[rows.index])).add_to(gradient)

@@ -56,7 +56,9 @@ def step(shards, hidden, target, upstream, *, barriers, objective, grad_dtype=No
         shares = made
     else:
         assert made == [None] * len(shards)
-    d_hidden = to_tokens(scans[0].tokens, torch.stack(shares).sum(0)).view_as(hidden)
+    d_hidden = to_tokens(
+        torch.stack(shares).sum(0).to(hidden.dtype), scans[0].tokens.index, num_tokens=hidden[..., 0].numel()
+    ).view_as(hidden)
     d_bias = None if shards[0].bias is None else torch.cat(bias_grads)
     return whole.losses(objective), d_hidden, torch.cat(weight_grads), d_bias
 

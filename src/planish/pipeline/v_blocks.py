@@ -2,7 +2,8 @@
 
 [Note: V blocks] Stage d and stage 2p - 1 - d live on rank d; first and last stage share rank 0. Forward, input half and
 weight half of a stage take a slot each, six slots make a period, and a microbatch starts its four passes on rank d at
-fixed slots (Controllable Memory, arXiv 2405.15362); weight halves take the two slots left free.
+fixed slots (Controllable Memory, arXiv 2405.15362); weight halves take the two slots left free, and after the last
+forward as late as the most that waited before allows.
 
 [Note: slot insertion] All ranks run the vocabulary passes of a microbatch at the same border between two slots, which
 shifts everything after it alike and so keeps the block whole (Vocabulary Parallelism, appendix D). Each barrier takes a
@@ -64,7 +65,8 @@ def _v_schedule(
         split_backward=True,
         ranks=repeat(cycles, PERIOD, num_microbatches),
     )
-    order = replace(order, ranks=tuple(map(_weights_last, order.ranks)))
+    waiting = max(map(_most_waiting, order.ranks))
+    order = replace(order, ranks=tuple(_weights_late(actions, waiting) for actions in order.ranks))
     return simulate(order, costs, flexible=True).lower()
 
 
@@ -105,8 +107,36 @@ def _next_slot(slot: int, phase: int) -> int:
     return slot + (phase - slot) % PERIOD
 
 
-def _weights_last(actions: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Return the list with the weight halves after the last forward moved to its end: nobody waits for them."""
-    last_forward = max(step for step, each in enumerate(actions) if each.kind is Kind.F)
-    head, tail = actions[: last_forward + 1], actions[last_forward + 1 :]
-    return head + tuple(sorted(tail, key=lambda each: each.kind is Kind.W))
+def _last_forward(actions: tuple[Action, ...]) -> int:
+    return max(step for step, each in enumerate(actions) if each.kind is Kind.F)
+
+
+def _most_waiting(actions: tuple[Action, ...]) -> int:
+    """Return the most weight halves that wait for their turn at once, up to the last forward."""
+    waiting = most = 0
+    for each in actions[: _last_forward(actions) + 1]:
+        waiting += (each.kind is Kind.I) - (each.kind is Kind.W)
+        most = max(most, waiting)
+    return max(1, most)
+
+
+def _weights_late(actions: tuple[Action, ...], most: int) -> tuple[Action, ...]:
+    """Return the list with the weight halves after the last forward as late as they may be: nobody waits for them.
+
+    What a checkpointed layer keeps for its weight half is many times its boundary, so that no more than `most` wait at
+    once, on any rank, as while there are forwards.
+    """
+    stop = _last_forward(actions) + 1
+    head, tail = actions[:stop], actions[stop:]
+    weights = [each for each in tail if each.kind is Kind.W]
+    waiting = sum((each.kind is Kind.I) - (each.kind is Kind.W) for each in head)
+    late: list[Action] = []
+    for each in tail:
+        if each.kind is Kind.W:
+            continue
+        if each.kind is Kind.I and waiting == most:
+            late.append(weights.pop(0))
+            waiting -= 1
+        waiting += each.kind is Kind.I
+        late.append(each)
+    return (*head, *late, *weights)

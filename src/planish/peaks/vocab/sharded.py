@@ -263,12 +263,9 @@ def t_pass(
     return share
 
 
-def to_tokens(tokens: Tokens, hidden_grad: Tensor) -> Tensor:
-    """Return the reduced gradient of the valid tokens as that of all, [T, D] in hidden's dtype, 0 where ignored."""
-    hidden_grad = hidden_grad.to(tokens.hidden.dtype)
-    if tokens.index is None:
-        return hidden_grad
-    return Rows(index=tokens.index, values=hidden_grad).dense(len(tokens.hidden))
+def to_tokens(hidden_grad: Tensor, index: Tensor | None, *, num_tokens: int) -> Tensor:
+    """Return the gradient of the valid tokens, at `Tokens.index`, as that of all, [T, D], 0 where ignored."""
+    return hidden_grad if index is None else Rows(index=index, values=hidden_grad).dense(num_tokens)
 
 
 def _tiles(head: ShardedHead, tokens: Tokens, plan: ShardPass) -> Tiles:

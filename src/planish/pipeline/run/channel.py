@@ -7,6 +7,8 @@ from torch import Tensor
 
 from planish.pipeline.run.transfer import Ring, Transfer
 
+_AHEAD = 2
+
 
 class Channel:
     """A process group of its own for the vocabulary, so that its collectives do not wait for hidden states.
@@ -18,7 +20,7 @@ class Channel:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._ring = Ring()
+        self._ring = Ring(_AHEAD)
 
     def broadcast(self, tensor: Tensor, root: int) -> Transfer | None:
         """Start to copy `tensor` from `root` to all ranks."""

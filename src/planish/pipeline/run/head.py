@@ -36,7 +36,7 @@ class SharedHead:
         self._meeting: dict[int, tuple[Scan, Tensor, Transfer | None]] = {}
         self._known: dict[int, tuple[Tokens, TokenStatistics]] = {}
         self._shares: dict[int, Tensor] = {}
-        self._tokens: dict[int, Tokens] = {}
+        self._valid: dict[int, Tensor | None] = {}
         self._reduced: dict[int, tuple[Tensor, Transfer | None]] = {}
         self.losses: dict[int, Tensor] = {}
         self.likely: dict[int, Tensor] = {}
@@ -83,7 +83,7 @@ class SharedHead:
         if flow.training:
             self._known[i] = scan.tokens, whole
             if self._channel.rank == self._root:
-                self._tokens[i] = scan.tokens
+                self._valid[i] = scan.tokens.index  # T lets go of the hidden states, which the sum does not need
             if self._one_barrier:
                 self._reduce(i, rescale(self._head, scan, whole, flow.upstream))
 
@@ -114,11 +114,13 @@ class SharedHead:
         """Return the gradient of the hidden state, [B, S, D], on the last stage's rank."""
         share, work = self._reduced.pop(i)
         wait(work)
-        return to_tokens(self._tokens.pop(i), share).view(*self._flow.batches[i].input_ids.shape, self._flow.width)
+        ids, flow = self._flow.batches[i].input_ids, self._flow
+        spread = to_tokens(share.to(flow.dtype), self._valid.pop(i), num_tokens=ids.numel())
+        return spread.view(*ids.shape, flow.width)
 
     def clear(self) -> None:
         """Forget the step."""
-        kept = self._arriving, self._scans, self._meeting, self._known, self._shares, self._tokens, self._reduced
+        kept = self._arriving, self._scans, self._meeting, self._known, self._shares, self._valid, self._reduced
         for each in (*kept, self.losses, self.likely):
             each.clear()
 

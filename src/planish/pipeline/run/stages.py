@@ -39,7 +39,7 @@ class LayersStage(_Stage):
     """Some of the layers.
 
     Memory:        a hidden state for each microbatch between its forward and its backward, with what the layers keep;
-                   two sends; what was received and not used yet. See [Note: lean].
+                   a send each way; what was received and not used yet. See [Note: lean].
     Communication: a hidden state to the stage after it, its gradient to the stage before.
 
     Args:
@@ -68,7 +68,7 @@ class LayersStage(_Stage):
         self._grads: dict[int, Tensor] = {}
         self._input_grads: dict[int, Tensor] = {}
         self._alive: dict[int, tuple[Tensor, Any]] = {}
-        self._sends = {Kind.SEND_F: Ring(), Kind.SEND_B: Ring()}
+        self._sends = {Kind.SEND_F: Ring(1), Kind.SEND_B: Ring(1)}
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receive of a hidden state, into a new buffer."""
@@ -81,7 +81,7 @@ class LayersStage(_Stage):
         return [self._transfer(dist.irecv, self._grads[bwd_chunk_id], self.stage_index + 1)]
 
     def send(self, kind: Kind, i: int) -> None:
-        """Start to send what a pass has made, once the send before the last one is done.
+        """Start to send what a pass has made, once the send before it is done.
 
         Its receive stands earlier in the one order of all transfers, so the wait ends.
         """

@@ -5,8 +5,6 @@ from collections import deque
 import torch.distributed as dist
 from torch import Tensor
 
-_AHEAD = 2
-
 
 class Transfer:
     """A send, or a part in a collective. It holds its tensors itself, so that what is alive is up to us.
@@ -33,14 +31,19 @@ class Transfer:
 
 
 class Ring:
-    """Transfers under way, two at most: one more waits for the first of them."""
+    """Transfers under way, so many at most: one more waits for the first of them.
 
-    def __init__(self) -> None:
+    Args:
+        size: How many.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
         self._under_way: deque[Transfer] = deque()
 
     def make_room(self) -> None:
         """Wait until one more may start."""
-        while self._under_way and (self._under_way[0].waited or len(self._under_way) >= _AHEAD):
+        while self._under_way and (self._under_way[0].waited or len(self._under_way) >= self._size):
             self._under_way.popleft().wait()
 
     def add(self, transfer: Transfer) -> Transfer:
