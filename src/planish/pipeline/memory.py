@@ -139,10 +139,22 @@ def _beside_passes(schedule: Schedule, rank: int, footprint: Footprint) -> dict[
 
 
 def _extent(schedule: Schedule) -> tuple[Any, ...]:
-    """Return what a schedule holds at most, each kind of buffer and together."""
+    """Return what a schedule holds at most: each kind of buffer, all together, and with weight halves that wait."""
     stages = [1] * schedule.num_stages
-    sizes = (Footprint(static=[0] * schedule.num_ranks, activation=stages, hidden=hidden) for hidden in (0, 1))
-    return peak_counts(schedule), *(peak_bytes(schedule, each) for each in sizes)
+    sizes = [Footprint(static=[0] * schedule.num_ranks, activation=stages, hidden=hidden) for hidden in (0, 1)]
+    waiting = tuple(_most_with_waiting(schedule, rank) for rank in range(schedule.num_ranks))
+    return peak_counts(schedule), *(peak_bytes(schedule, each) for each in sizes), waiting
+
+
+def _most_with_waiting(schedule: Schedule, rank: int, weight: int = 8) -> int:
+    """Return the most buffers of a rank, what waits for a weight half counted `weight` times."""
+    live = most = 0
+    for action in schedule.ranks[rank]:
+        begins, ends = _lifetimes(schedule, action)
+        live += len(begins) + weight * ((action.kind is Kind.I) - (action.kind is Kind.W))
+        most = max(most, live)
+        live -= len(ends)
+    return most
 
 
 def _changes(schedule: Schedule, rank: int) -> Iterator[tuple[Buffer, int, int]]:
