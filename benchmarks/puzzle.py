@@ -218,7 +218,7 @@ class _Scene:
             if settled is None
             else {label: settled.predicted[label] / seconds for label, seconds in measured.items()},
             "children assembled": None if settled is None else settled.tried,
-            "parameters": model_parameters(self.library.space, child),
+            "parameters": model_parameters(self.library.space, child, self.costs.sizes),
             "layers": [choice.label for choice in child.layers],
             "architecture": child.to_json(),
         }

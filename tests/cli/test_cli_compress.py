@@ -62,6 +62,24 @@ def test_stages_that_are_there_are_not_run_again(scene, capsys):
     assert {name: (out / name).read_bytes() for name in kept} == kept
 
 
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_other_families_too(model_folder, tmp_path, capsys, family):
+    text = tmp_path / "text.txt"
+    text.write_text("It was a bright cold day in April, and the clocks were striking.\n\n" * 60, encoding="utf-8")
+    words = [
+        str(model_folder(family, num_hidden_layers=2)),
+        "--text",
+        str(text),
+        "--out",
+        str(tmp_path / "out"),
+        *SMALL,
+    ]
+    code, said, err = _run([*words, "--parameters", "0.8x", "--child-memory", "0.9x", "--json"], capsys)
+    assert code == 0, err
+    child = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "child")
+    assert sum(each.numel() for each in child.parameters()) == json.loads(said)["child"]["parameters"]
+
+
 def test_a_run_file_says_the_same_as_flags(scene, capsys, tmp_path):
     model, words, out = scene
     path = tmp_path / "run.toml"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from planish.compress import measure
-from planish.compress.costs import Numbers, Scenario, options_of
+from planish.compress.costs import Numbers, Scenario, model_parameters, options_of
 from planish.compress.journal import Journal
 from planish.compress.measure import (
     Rival,
@@ -16,6 +16,7 @@ from planish.compress.measure import (
     keeper,
     measure_costs,
     model_run,
+    sizes_of,
 )
 from planish.compress.realise import assemble
 from planish.compress.space import Choice, NoAttention, NoFfn
@@ -38,6 +39,24 @@ def test_every_sub_block_is_measured_and_nothing_costs_nothing(library, costs):
         assert prices["attention none"].seconds == prices["ffn none"].seconds == 0
         assert all(price.seconds > 0 for name, price in prices.items() if not name.endswith("none"))
         assert costs.ends_s[scenario.label] > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "qwen3-moe"])
+def test_sizes_are_those_of_assembled_children_in_every_family(library, family):
+    blocks = library(family)
+    sizes = sizes_of(blocks.config, blocks.space)
+    first = blocks.space.layers[0]
+    for choice in (first.parent, Choice(attention=first.attention[1], ffn=first.ffn[-2])):
+        child = blocks.space.parent.with_layer(0, choice)
+        counted = sum(each.numel() for each in assemble(blocks, child).parameters())
+        assert model_parameters(blocks.space, child, sizes) == counted
+
+
+def test_a_mixture_is_measured_too(library):
+    blocks = library("qwen3-moe")
+    found = measure_costs(blocks, SCENARIOS, QUICK)
+    assert all(found.prices[each.label]["ffn experts"].seconds > 0 for each in SCENARIOS)
+    assert found.model_seconds(blocks.space.parent, SCENARIOS[0].label) > 0
 
 
 def test_a_model_is_the_sum_of_its_parts_until_it_is_calibrated(library, costs):

@@ -102,7 +102,8 @@ def _reduced(task: Task, child: Architecture, random: np.random.Generator) -> Ar
         index = int(random.integers(len(child.layers)))
         choices = task.space.layers[index].choices
         other = choices[random.integers(len(choices))]
-        if choice_parameters(task.space, other) < choice_parameters(task.space, child.layers[index]):
+        before, after = (choice_parameters(task.space, each, task.costs.sizes) for each in (child.layers[index], other))
+        if after < before:
             child = child.with_layer(index, other)
     return None
 
@@ -119,7 +120,10 @@ def only_skips(task: Task) -> Architecture | None:
 
 def most_parameters(task: Task) -> Architecture | None:
     """Return the child with most parameters within the limits, whatever it does."""
-    sizes = [[-float(choice_parameters(task.space, choice)) for choice in layer.choices] for layer in task.space.layers]
+    sizes = [
+        [-float(choice_parameters(task.space, choice, task.costs.sizes)) for choice in layer.choices]
+        for layer in task.space.layers
+    ]
     return _solved(task, sizes)
 
 

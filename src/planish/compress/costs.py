@@ -1,7 +1,7 @@
 """What a child costs to serve: seconds by scenario and bytes, summed over its sub-blocks; pure data."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -27,6 +27,7 @@ from planish.compress.space import (
 from planish.errors import UsageError
 
 Phase = Literal["prefill", "decode"]
+Sizes = Mapping[str, int]  # numbers in a sub-block, by "attention kv3"
 Source = Literal["measured", "fitted"]
 
 # Kernels that transformers launches for each sub-block: norm, projections, rotation, attention, sums.
@@ -194,6 +195,7 @@ class Costs:
         ends_s: By scenario's label: embedding, last norm, head, and what the model does around its layers.
         scenarios: By label.
         factors: By scenario's label: measured over predicted on an assembled child.
+        sizes: Numbers in each sub-block, by the names of `prices`; where empty, as `parameters` says of Llama's make.
     """
 
     space: Space
@@ -203,6 +205,7 @@ class Costs:
     ends_s: Mapping[str, float]
     scenarios: Mapping[str, Scenario]
     factors: Mapping[str, float]
+    sizes: Sizes = field(default_factory=dict)
 
     def seconds(self, choice: Choice, label: str) -> float:
         """Return the seconds of one layer in the scenario called `label`."""
@@ -215,8 +218,10 @@ class Costs:
         return (layers + self.ends_s[label]) * self.factors.get(label, 1.0)
 
 
-def choice_parameters(space: Space, choice: Choice) -> int:
-    """Return the numbers in one layer."""
+def choice_parameters(space: Space, choice: Choice, sizes: Sizes | None = None) -> int:
+    """Return the numbers in one layer, as counted in `sizes` or else of Llama's make."""
+    if sizes:
+        return sizes[f"attention {choice.attention.label}"] + sizes[f"ffn {choice.ffn.label}"]
     return parameters(space, choice.attention) + parameters(space, choice.ffn)
 
 
@@ -225,16 +230,18 @@ def ends_parameters(space: Space) -> int:
     return space.vocab_size * space.hidden_size * (1 if space.tied else 2) + space.hidden_size
 
 
-def model_parameters(space: Space, architecture: Architecture) -> int:
+def model_parameters(space: Space, architecture: Architecture, sizes: Sizes | None = None) -> int:
     """Return the numbers in a child."""
-    return ends_parameters(space) + sum(choice_parameters(space, choice) for choice in architecture.layers)
+    return ends_parameters(space) + sum(choice_parameters(space, choice, sizes) for choice in architecture.layers)
 
 
-def choice_bytes(space: Space, choice: Choice, scenario: Scenario, numbers: Numbers) -> float:
+def choice_bytes(
+    space: Space, choice: Choice, scenario: Scenario, numbers: Numbers, sizes: Sizes | None = None
+) -> float:
     """Return the bytes that one layer adds to a server's memory: weights, and keys and values of every row."""
     context = scenario.context + (scenario.phase == "decode")
     cached = cache_numbers(space, choice.attention, context) * scenario.batch * numbers.cache_bytes
-    return choice_parameters(space, choice) * numbers.weight_bytes + cached
+    return choice_parameters(space, choice, sizes) * numbers.weight_bytes + cached
 
 
 def workspace_bytes(space: Space, layers: Iterable[Choice], scenario: Scenario, numbers: Numbers) -> float:
@@ -258,9 +265,11 @@ def workspace_bytes(space: Space, layers: Iterable[Choice], scenario: Scenario, 
     return worst
 
 
-def model_bytes(space: Space, architecture: Architecture, scenario: Scenario, numbers: Numbers) -> float:
+def model_bytes(
+    space: Space, architecture: Architecture, scenario: Scenario, numbers: Numbers, sizes: Sizes | None = None
+) -> float:
     """Return the bytes that serving a child holds at most: weights, keys and values, temporaries."""
-    layers = sum(choice_bytes(space, choice, scenario, numbers) for choice in architecture.layers)
+    layers = sum(choice_bytes(space, choice, scenario, numbers, sizes) for choice in architecture.layers)
     ends = ends_parameters(space) * numbers.weight_bytes
     return layers + ends + workspace_bytes(space, architecture.layers, scenario, numbers)
 

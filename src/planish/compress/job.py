@@ -19,7 +19,7 @@ from planish.compress.journal import Journal, key_of
 from planish.compress.judge import Judge
 from planish.compress.library import Library
 from planish.compress.make import make_library
-from planish.compress.measure import Rival, Timing, calibrated, measure_costs
+from planish.compress.measure import Rival, Timing, calibrated, measure_costs, sizes_of
 from planish.compress.order import Order, at_batch, check_fits, stage_bytes
 from planish.compress.outcome import RECORD, Judged, Outcome
 from planish.compress.parent import open_parent
@@ -58,7 +58,7 @@ class Job:
         self._score_dtype = torch.bfloat16 if order.bf16_scores else dtype
         score_size = torch.empty(0, dtype=self._score_dtype).element_size()
         largest = at_batch(order, max(order.batches)) if order.batches else order
-        stages = stage_bytes(self.space, largest, size, score_size)
+        stages = stage_bytes(self.space, largest, sizes_of(self._parent.config, self.space), size, score_size)
         if order.distil_steps:
             sizes = self._parent.largest_layer_bytes, self._parent.ends_bytes, size
             stages["distillation"] = distil_bytes(self.space, order.rows[0], order.context, self._distillation, sizes)
@@ -256,10 +256,10 @@ class Job:
             predicted={label: costs.model_seconds(child, label) for label in measured},
             measured=dict(measured),
             memory_bytes={
-                label: model_bytes(self.space, child, scenario, costs.numbers)
+                label: model_bytes(self.space, child, scenario, costs.numbers, costs.sizes)
                 for label, scenario in costs.scenarios.items()
             },
-            parameters=model_parameters(self.space, child),
+            parameters=model_parameters(self.space, child, costs.sizes),
             quality=found,
         )
 

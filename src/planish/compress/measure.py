@@ -94,7 +94,17 @@ def measure_costs(
         ends_s=ends_s,
         scenarios={each.label: each for each in scenarios},
         factors={},
+        sizes=sizes_of(library.config, library.space),
     )
+
+
+def sizes_of(config: Any, space: Space) -> dict[str, int]:
+    """Return the numbers in every sub-block of a space, norms and biases of its family included."""
+    blocks = Blocks(config)
+    return {
+        name: sum(each.numel() for each in blocks.bare(0, _alone(option), dtype=torch.float32).parameters())
+        for name, option in options_of(space).items()
+    }
 
 
 def complete(space: Space, scenario: Scenario, numbers: Numbers, measured: Mapping[str, float]) -> dict[str, Price]:
@@ -135,7 +145,7 @@ def _measure_scenario(library: Library, scenario: Scenario, timing: Timing, devi
     for kind in ("attention", "ffn"):
         alike = [name for name in options if name.startswith(kind) and _works(options[name])]
         names += choose_anchors(alike, timing.anchors)
-    copies = _copies(library, [options[name] for name in names], timing)
+    copies = _copies(library, names, timing)
     makers = {name: [_sub_block(library, options[name], scenario, device) for _ in range(copies)] for name in names}
     makers["ends"] = [_ends(library, scenario, device)]
     found = in_turns(makers, timing.rounds, device)
@@ -147,15 +157,10 @@ def _works(option: AttentionOption | FfnOption) -> bool:
     return not isinstance(option, NoAttention | NoFfn)
 
 
-def _copies(library: Library, options: Iterable[AttentionOption | FfnOption], timing: Timing) -> int:
-    blocks = Blocks(library.config)
-    one = sum(
-        each.numel() * each.element_size()
-        for option in options
-        for each in blocks.bare(0, _alone(option), dtype=library.dtype).parameters()
-    )
-    shapes = library.space.layers
-    return max(timing.copies, min(len(shapes), math.ceil(timing.cold_bytes / max(one, 1))))
+def _copies(library: Library, names: Iterable[str], timing: Timing) -> int:
+    sizes = sizes_of(library.config, library.space)
+    one = sum(sizes[name] for name in names) * torch.empty(0, dtype=library.dtype).element_size()
+    return max(timing.copies, min(len(library.space.layers), math.ceil(timing.cold_bytes / max(one, 1))))
 
 
 def _alone(option: AttentionOption | FfnOption) -> Choice:

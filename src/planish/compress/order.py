@@ -9,10 +9,9 @@ from planish.compress.costs import (
     Costs,
     Numbers,
     Scenario,
+    Sizes,
     cache_numbers,
     model_parameters,
-    options_of,
-    parameters,
     workspace_bytes,
 )
 from planish.compress.scores import Metric
@@ -210,19 +209,20 @@ def _share(value: float, name: str) -> float:
     return value
 
 
-def stage_bytes(space: Space, order: Order, number_bytes: float, score_bytes: float) -> dict[str, int]:
+def stage_bytes(space: Space, order: Order, sizes: Sizes, number_bytes: float, score_bytes: float) -> dict[str, int]:
     """Return what each stage's tensors hold at most, by stage.
 
     Args:
         space: What layers may be.
         order: The settings.
+        sizes: Numbers in each sub-block.
         number_bytes: Of one of the model's numbers.
         score_bytes: Of one in the layers that are scored.
     """
     numbers = Numbers(weight_bytes=number_bytes, cache_bytes=number_bytes)
     ends = space.vocab_size * space.hidden_size * number_bytes * (1 if space.tied else 2)
-    whole = model_parameters(space, space.parent) * number_bytes
-    layer = max(parameters(space, each) for each in options_of(space).values())
+    whole = model_parameters(space, space.parent, sizes) * number_bytes
+    layer = max(sizes.values())
     batch = Scenario(phase="prefill", batch=min(4, order.rows[1]), context=order.context)
     temporary = workspace_bytes(space, space.parent.layers, batch, numbers)
     states = (len(space.layers) + 2) * batch.tokens * space.hidden_size * score_bytes

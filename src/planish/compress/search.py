@@ -60,9 +60,9 @@ def value_of(ceiling: Ceiling, architecture: Architecture, costs: Costs) -> floa
         case "latency":
             return costs.model_seconds(architecture, ceiling.scenario)
         case "memory":
-            return model_bytes(costs.space, architecture, costs.scenarios[ceiling.scenario], costs.numbers)
+            return model_bytes(costs.space, architecture, costs.scenarios[ceiling.scenario], costs.numbers, costs.sizes)
         case "parameters":
-            return float(model_parameters(costs.space, architecture))
+            return float(model_parameters(costs.space, architecture, costs.sizes))
     raise ValueError(f"`kind` must be latency, memory or parameters, got {ceiling.kind!r}.")
 
 
@@ -108,7 +108,9 @@ def as_problem(
     limits = [_limit(space, ceiling, costs) for ceiling in ceilings]
     attending = [[-float(attends(choice.attention)) for choice in layer.choices] for layer in space.layers]
     limits.append(Limit(name="attending layers", weights=attending, at_most=-1.0))
-    sizes = [[float(choice_parameters(space, choice)) for choice in layer.choices] for layer in space.layers]
+    sizes = [
+        [float(choice_parameters(space, choice, costs.sizes)) for choice in layer.choices] for layer in space.layers
+    ]
     return Problem(objective=harm, limits=limits, second=sizes, near=near)
 
 
@@ -124,10 +126,13 @@ def _limit(space: Space, ceiling: Ceiling, costs: Costs) -> Limit:
             largest = [choice for layer in space.layers for choice in layer.choices]
             rest = ends_parameters(space) * numbers.weight_bytes + workspace_bytes(space, largest, scenario, numbers)
             weights = [
-                [choice_bytes(space, choice, scenario, numbers) for choice in layer.choices] for layer in space.layers
+                [choice_bytes(space, choice, scenario, numbers, costs.sizes) for choice in layer.choices]
+                for layer in space.layers
             ]
             return Limit(name=ceiling.name, weights=weights, at_most=ceiling.at_most - rest)
-    weights = [[float(choice_parameters(space, choice)) for choice in layer.choices] for layer in space.layers]
+    weights = [
+        [float(choice_parameters(space, choice, costs.sizes)) for choice in layer.choices] for layer in space.layers
+    ]
     return Limit(name=ceiling.name, weights=weights, at_most=ceiling.at_most - ends_parameters(space))
 
 
