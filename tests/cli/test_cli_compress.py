@@ -62,6 +62,7 @@ def test_stages_that_are_there_are_not_run_again(scene, capsys):
     assert {name: (out / name).read_bytes() for name in kept} == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_other_families_too(model_folder, tmp_path, capsys, family):
     text = tmp_path / "text.txt"
@@ -97,6 +98,7 @@ def test_a_run_file_says_the_same_as_flags(scene, capsys, tmp_path):
     assert (code, "`compress.widhts`" in err, "widths" in err) == (2, True, True)
 
 
+@pytest.mark.slow
 def test_json_is_all_that_is_printed(scene, capsys):
     _, words, _ = scene
     code, said, err = _run([*words, "--child-memory", "0.9x", "--json"], capsys)
@@ -106,6 +108,7 @@ def test_json_is_all_that_is_printed(scene, capsys):
     assert tree["exceeded"] == []
 
 
+@pytest.mark.slow
 def test_the_batch_is_chosen_and_what_was_not_measured_is_fitted(scene, capsys):
     _, words, out = scene
     asked = ["--child-memory", "200KiB", "--batches", "1", "64", "--anchors", "3"]
@@ -135,6 +138,7 @@ def test_a_budget_below_a_stage_is_refused_before_anything_starts(scene, capsys)
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_budget_that_fits_holds(scene, capsys):
     _, words, _ = scene
     code, _, err = _run([*words, "--parameters", "0.8x", "--memory", "80MiB"], capsys)
