@@ -1,11 +1,15 @@
 """`planish compress`: a child within its targets, its stages kept, its folder verified; bad input in one sentence."""
 
 import json
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
+import planish
+from planish.cli.compress import Options, read_order, words_of
 from planish.cli.main import main
+from planish.cli.options import parse_plain
 from planish.compress.order import check_fits, latency_targets, memory_target, parameter_target, parse_scenario
 from planish.errors import DoesNotFit, UsageError
 
@@ -243,3 +247,11 @@ def test_a_mixture_keeps_its_experts_and_loses_the_rest(model_folder, tmp_path, 
     norms_of_heads = 2 * 8 * 3 if family == "qwen3-moe" else 0  # 16 numbers a layer that are not counted
     assert sum(each.numel() for each in child.parameters()) <= tree["child"]["parameters"] + norms_of_heads
     assert tree["child"]["parameters"] <= 0.75 * tree["parent"]["parameters"]
+
+
+def test_the_example_is_an_order():
+    path = Path(planish.__file__).parents[2] / "examples" / "compress.toml"
+    order = read_order(parse_plain(Options, words_of([str(path)]), verb="compress"))
+    assert [(each.kind, each.share) for each in order.targets] == [("latency", 0.65)] * 2
+    assert order.baselines
+    assert order.out == Path("runs/compress")

@@ -122,7 +122,7 @@ def main(words: list[str]) -> int:
         return _verify(parse_plain(VerifyOptions, words[1:], verb="compress verify"))
     if words[:1] == ["export"]:
         return _export(parse_plain(ExportOptions, words[1:], verb="compress export"))
-    options = parse_plain(Options, _from_file(words), verb="compress")
+    options = parse_plain(Options, words_of(words), verb="compress")
 
     import torch
 
@@ -133,7 +133,7 @@ def main(words: list[str]) -> int:
     from planish.report.child import headline, write_child_page
     from planish.sections import ModelSection
 
-    order = _order(options)
+    order = read_order(options)
     source = model_source(options.model)
     tokenizer = load_tokenizer(ModelSection(from_=source))
     note = _silence if options.json else say
@@ -156,7 +156,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _from_file(words: list[str]) -> list[str]:
+def words_of(words: list[str]) -> list[str]:
     """Return `words` with a TOML file in the place of the model replaced by what it says, flags after it."""
     if not words or not words[0].endswith(".toml"):
         return words
@@ -188,7 +188,12 @@ def _flag(name: str, value: Any) -> list[str]:
     return [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
 
 
-def _order(options: Options) -> Any:
+def read_order(options: Options) -> Any:
+    """Return what `options` ask for.
+
+    Raises:
+        UsageError: Options that do not go together.
+    """
     from planish.compress.order import (
         Order,
         latency_targets,
