@@ -12,6 +12,7 @@ from planish.cli.main import main
 from planish.cli.options import parse_plain
 from planish.compress.order import check_fits, latency_targets, memory_target, parameter_target, parse_scenario
 from planish.errors import DoesNotFit, UsageError
+from planish.units import parse_bytes
 
 SIZES = ["--decode", "1x24", "--prefill", "2x16", "--rows", "8", "4", "4", "--context", "32", "--every", "1"]
 SMALL = [*SIZES, "--rounds", "3", "--width-multiple", "8", "--widths", "0.5", "0.25"]
@@ -55,7 +56,10 @@ def test_a_child_has_its_size_and_opens_and_is_what_was_said(scene, capsys):
     assert checks["KL to the parent"]["told"] == checks["KL to the parent"]["found"]
     assert checks["top-1 agreement"]["holds"]
     assert len(checks) == 7
-    assert all(each["holds"] for name, each in checks.items() if name.startswith("memory")), checks
+    for name in ("memory decode 1x24", "memory prefill 2x16"):
+        told, found = (parse_bytes(checks[name][each], name=name) for each in ("told", "found"))
+        assert checks[name]["holds"], checks[name]
+        assert found > 0.8 * told
 
 
 def test_stages_that_are_there_are_not_run_again(scene, capsys):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import planish.models.child  # noqa: F401 - lets transformers open children
 from planish.compress.costs import Scenario
 from planish.compress.judge import Judge, Whole
-from planish.compress.measure import Rival, model_run
+from planish.compress.measure import Rival
 from planish.compress.outcome import RECORD, held_out
 from planish.compress.settle import quality
 from planish.errors import UsageError
@@ -95,13 +95,21 @@ def _record(folder: Path) -> Mapping[str, Any]:
         ) from (error)
 
 
+@torch.no_grad()
 def _served(folder: Path, scenario: Scenario) -> tuple[PreTrainedModel, int]:
     """Return the child and the bytes that tensors held at most while it served."""
+    child: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    ids = torch.zeros(scenario.batch, scenario.context, dtype=torch.long, device=child.device)
+    call = {"use_cache": True, "logits_to_keep": 1}
     with Ledger() as ledger:
-        child = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
-        run = model_run(child, scenario)
-        with ledger.phase("eval"):
-            run()
+        ledger.adopt([*child.parameters(), *child.buffers()], "parameters")
+        if scenario.phase == "decode":
+            cache = child(input_ids=ids, **call).cache
+            with ledger.phase("eval"):
+                child(input_ids=ids[:, -1:], cache=cache, **call)
+        else:
+            with ledger.phase("eval"):
+                child(input_ids=ids, **call)
         peak_bytes = ledger.peak_bytes["eval"]
     return child, peak_bytes
 
