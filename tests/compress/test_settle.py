@@ -60,6 +60,33 @@ def test_a_child_settles_where_prediction_is_measurement(scene, truth):
     assert corrected == pytest.approx(settled.measured[DECODE.label], rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    "order", [("small", "large", "medium"), ("medium", "large", "small"), ("large", "small", "medium")]
+)
+def test_of_children_within_the_limit_the_nearest_to_it_is_taken(scene, order):
+    blocks, costs, _, _, _ = scene
+    space = blocks.space
+    children = {
+        "small": space.parent.with_layer(
+            0, Choice(attention=space.layers[0].attention[-1], ffn=space.layers[0].ffn[-1])
+        ),
+        "medium": space.parent.with_layer(
+            0, Choice(attention=space.layers[0].attention[0], ffn=space.layers[0].ffn[-1])
+        ),
+        "large": space.parent,
+    }
+    seconds = {children["small"]: 0.5, children["medium"]: 0.9, children["large"]: 1.2}
+    turns = iter(order)
+    settled = settle(
+        lambda now: children[next(turns)],
+        [Ceiling(kind="latency", at_most=1.0, scenario=DECODE.label)],
+        costs,
+        lambda child: {DECODE.label: seconds[child]},
+        rounds=3,
+    )
+    assert settled.architecture == children["medium"]
+
+
 def test_where_nothing_is_found_nothing_settles(scene):
     _, costs, _, _, _ = scene
     assert settle(lambda now: None, [], costs, lambda child: {}) is None

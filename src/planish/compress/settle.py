@@ -52,7 +52,8 @@ def settle(
     """Return the child that `make` finds with costs that hold for it, or None where it finds none.
 
     Each round assembles and measures a child and corrects the costs; it ends when prediction and measurement agree and
-    every latency is within its ceiling, or at a child that was measured before.
+    every latency is within its ceiling, or at a child that was measured before. Of children within the ceilings one
+    that is as predicted is returned, else the nearest to them, since what is left unused was taken from its text.
 
     Args:
         make: A search or a baseline.
@@ -64,7 +65,7 @@ def settle(
     """
     limits = {each.scenario: each.at_most for each in ceilings if each.kind == "latency"}
     seen: dict[Architecture, Mapping[str, float]] = {}
-    best, kept_within = None, False
+    best, reached = None, (False, False, 0.0)
     for tried in range(1, rounds + 1):
         child = make(costs)
         if child is None:
@@ -77,8 +78,10 @@ def settle(
         agrees = all(abs(measured[label] / predicted[label] - 1) <= tolerance for label in measured)
         costs = calibrated(costs, measured, child)
         within = all(measured[label] <= limit * (1 + tolerance) for label, limit in limits.items())
-        if within or not kept_within:
-            kept_within = within
+        nearest = max((measured[label] / limit for label, limit in limits.items()), default=0.0)
+        worth = (within, within and agrees, nearest if within else -nearest)
+        if best is None or worth >= reached:
+            reached = worth
             best = Settled(
                 architecture=child, measured=measured, predicted=predicted, costs=costs, tried=tried, agrees=agrees
             )
