@@ -254,6 +254,7 @@ class BatchShape:
         microbatches: Microbatches of a step.
         num_valid: Targets that count in one microbatch; None: whatever number holds most.
         split: Whether rows may hold several documents; then the documents are those that hold most.
+        sharers: Ranks that share each row; `context` is then what one of them holds of it.
     """
 
     rows: int = 1
@@ -261,6 +262,7 @@ class BatchShape:
     microbatches: int = 1
     num_valid: int | None = None
     split: bool = True
+    sharers: int = 1
 
     @property
     def tokens(self) -> int:

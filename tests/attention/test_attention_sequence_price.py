@@ -27,8 +27,8 @@ def price(itemsize, num_ranks, *, rows, width, heads, kv_heads, qk_width=8, v_wi
         num_heads=heads, num_kv_heads=kv_heads, qk_width=qk_width, v_width=v_width, window=window,
         softcapped=softcap is not None,
     )  # fmt: skip
-    batch = BatchShape(rows=rows, context=width, split=False)
-    return by_heads(shape, num_ranks), sequence_bytes(shape, batch, itemsize, num_ranks=num_ranks)
+    batch = BatchShape(rows=rows, context=width // num_ranks, split=False, sharers=num_ranks)
+    return by_heads(shape, num_ranks), sequence_bytes(shape, batch, itemsize)
 
 
 @pytest.mark.parametrize("heads", [HEADS, SHARED, SPANS], ids=["heads", "shared heads", "spans"])

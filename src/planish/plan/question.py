@@ -101,7 +101,10 @@ class Candidate:
     def batch(self) -> BatchShape:
         """Return what one rank works on: its part of the rows."""
         return BatchShape(
-            rows=self.rows, context=-(-self.question.context // self.mesh.cp), microbatches=self.microbatches
+            rows=self.rows,
+            context=-(-self.question.context // self.mesh.cp),
+            microbatches=self.microbatches,
+            sharers=self.mesh.cp,
         )
 
     @property

@@ -5,6 +5,7 @@ Counted from the moment attention is called, for the rank with the last span, wh
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from planish.price.attention import (
     Call,
@@ -33,11 +34,13 @@ class AttentionBytes:
         forward: The most that the forward pass adds, the output included.
         kept: What stays until backward, the output included.
         backward: The most that the backward pass adds to that and the output's gradient, its gradients included.
+        more: What of that is not there where rows are not shared: beside query, key, value, output and lse.
     """
 
     forward: int
     kept: int
     backward: int
+    more: int
 
 
 def by_heads(attention: AttentionShape, num_ranks: int) -> bool:
@@ -46,19 +49,25 @@ def by_heads(attention: AttentionShape, num_ranks: int) -> bool:
     return heads % num_ranks == 0 and (kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0)
 
 
-def sequence_bytes(attention: AttentionShape, batch: BatchShape, itemsize: int, *, num_ranks: int) -> AttentionBytes:
-    """Return the bytes of one call of attention whose rows `num_ranks` ranks share.
+@lru_cache(maxsize=256)
+def sequence_bytes(attention: AttentionShape, batch: BatchShape, itemsize: int) -> AttentionBytes:
+    """Return the bytes of one call of attention whose rows several ranks share.
 
-    Exactness: the ledger's, to the byte, where each row is one document; no less than those of any other documents.
+    Exactness: the ledger's, to the byte, where each row is one document and a multiple of the ranks; no less than those
+        of any other documents.
 
     Args:
         attention: What the layer's attention is given, for all heads.
-        batch: Whole rows.
+        batch: The spans of one rank, and how many share their rows.
         itemsize: Bytes of one number.
-        num_ranks: Ranks that share each row.
     """
-    replay = _by_heads if by_heads(attention, num_ranks) else _by_spans
-    return replay(attention, batch, itemsize, num_ranks)
+    whole = replace(batch, context=batch.context * batch.sharers)
+    replay = _by_heads if by_heads(attention, batch.sharers) else _by_spans
+    found = replay(attention, whole, itemsize, batch.sharers)
+    operands = sum(_sizes(attention, batch.tokens, itemsize).values()) + batch.tokens * attention.num_heads * _WIDE
+    if by_heads(attention, batch.sharers):  # the operands themselves go once they are sent
+        return replace(found, more=found.kept - operands)
+    return found
 
 
 def _sizes(attention: AttentionShape, tokens: int, itemsize: int) -> dict[str, int]:
@@ -115,19 +124,19 @@ def _by_heads(attention: AttentionShape, batch: BatchShape, itemsize: int, num_r
         back.drop("sent")
         back.hold(**{name: here[name]})
         back.drop("arrived")
-    return AttentionBytes(forward=tally.peak_bytes, kept=tally.live_bytes, backward=back.peak_bytes)
+    return AttentionBytes(forward=tally.peak_bytes, kept=tally.live_bytes, backward=back.peak_bytes, more=0)
 
 
 def _by_spans(attention: AttentionShape, batch: BatchShape, itemsize: int, num_ranks: int) -> AttentionBytes:
     """Replay `ExchangedAttention`."""
     own = spans(batch.context, num_ranks)[-1]
     call = Call(attention=attention, rows=batch.rows, context=own.stop - own.start, itemsize=itemsize)
-    rows = tuple(range(0, batch.tokens + 1, batch.context))
-    seen = sights(rows, rows=batch.rows, width=batch.context, num_ranks=num_ranks, window=attention.window)
-    far = [_far_call(call, each[0]) for (rank, _), each in seen.items() if rank == num_ranks - 1]  # rows are alike
+    row = {"rows": 1, "width": batch.context, "num_ranks": num_ranks, "window": attention.window}  # all are alike
+    seen = sights((0, batch.context), **row, last_alone=True)
+    far = _unlike([_far_call(call, sight) for [sight] in seen.values()])
     sizes = _sizes(attention, batch.rows * call.context, itemsize)
     forward, kept = _spans_forward(call, far, sizes)
-    return AttentionBytes(forward=forward, kept=kept, backward=_spans_backward(call, far, sizes))
+    return AttentionBytes(forward=forward, kept=kept, backward=_spans_backward(call, far, sizes), more=0)
 
 
 def _spans_forward(call: Call, far: list[Call], sizes: dict[str, int]) -> tuple[int, int]:
@@ -180,6 +189,12 @@ def _made(call: Call, sizes: dict[str, int]) -> dict[str, int]:
         return {name: sizes[name] for name in _NAMES}
     keys = call.key_bytes(call.rows, call.context, call.width, call.itemsize)
     return {"query": call.query_bytes(call.rows, call.context, call.width, call.itemsize), "key": keys, "value": keys}
+
+
+def _unlike(calls: list[Call]) -> list[Call]:
+    """Return each call once: without a window it does not matter how far the keys are."""
+    same = {(each.context, each.num_keys, each.attention.window and each.far): each for each in calls}
+    return list(same.values())
 
 
 def _far_call(call: Call, sight: Sight) -> Call:

@@ -36,7 +36,7 @@ class Sight:
 
 
 def sights(
-    bounds: Sequence[int], *, rows: int, width: int, num_ranks: int, window: int | None
+    bounds: Sequence[int], *, rows: int, width: int, num_ranks: int, window: int | None, last_alone: bool = False
 ) -> dict[tuple[int, int], list[Sight]]:
     """Return what each rank sees of each earlier one, by (rank that sees, rank that is seen); pairs that see nothing
     are left out.
@@ -47,11 +47,12 @@ def sights(
         width: Tokens of a row, over all ranks.
         num_ranks: Ranks that share each row.
         window: Keys that a query sees, its own included; None: all before it.
+        last_alone: Only what the last rank sees.
     """
     found: dict[tuple[int, int], list[Sight]] = {}
     parts = spans(width, num_ranks)
     for rank, own in enumerate(parts):
-        if own.start == own.stop:
+        if own.start == own.stop or (last_alone and rank < num_ranks - 1):
             continue
         for row in range(rows):
             after = bisect_right(bounds, row * width + own.start)

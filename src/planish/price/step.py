@@ -17,6 +17,7 @@ from planish.methods import (
 )
 from planish.price import attention, state
 from planish.price.activation import feed_forward_bytes, whole_arena_bytes
+from planish.price.attention_ranks import sequence_bytes
 from planish.price.boundary import Boundaries, Depth, kept_bytes
 from planish.price.dispatch import experts_bytes, tile_rows
 from planish.price.dispatch_ranks import rank_bytes
@@ -274,11 +275,26 @@ class _Walk:
         shape = self.table.attention[self.table.layers[layer]]
         kept = self.depth.kept[layer]
         found = leg.then == "attention" and part == "backward" and kept
-        price = attention.forward_bytes if leg.then == "attention" else attention.backward_bytes
-        added = 0 if found else price(shape, self.batch, self.table.head.itemsize)
-        yield self.moment(leg.phase, layer, leg.then, {_ATTENTION: added})
-        if leg.then == "attention" and part is not None:
+        forward = leg.then == "attention"
+        if self.batch.sharers > 1:
+            yield self._shared_attention(leg, layer, part)
+        else:
+            price = attention.forward_bytes if forward else attention.backward_bytes
+            added = 0 if found else price(shape, self.batch, self.table.head.itemsize)
+            yield self.moment(leg.phase, layer, leg.then, {_ATTENTION: added})
+        if forward and part is not None:
             self.add({self.boundary: -kept if part == "backward" else kept})
+
+    def _shared_attention(self, leg: Leg, layer: int, part: Part | None) -> Moment:
+        """Return the moment of attention over ranks; it keeps what came, and not what was sent."""
+        shape = self.table.attention[self.table.layers[layer]]
+        assert shape is not None
+        added = sequence_bytes(shape, self.batch, self.table.head.itemsize)
+        forward = leg.then == "attention"
+        moment = self.moment(leg.phase, layer, leg.then, {_ATTENTION: added.forward if forward else added.backward})
+        if part is not None and not (forward and part == "forward" and self.checkpointed):
+            self.add({_ATTENTION: added.more if forward else -added.more})
+        return moment
 
     def _experts(self, leg: Leg, layer: int) -> Moment:
         experts, method = self.table.experts[self.table.layers[layer]], self.dispatch
