@@ -159,3 +159,16 @@ def test_what_cannot_teach_is_refused(run, pair, tiny_model, tiny_tokenizer, tmp
     assert "must not be negative, and not all 0" in capsys.readouterr().err
     assert run("hidden-apart", "--distil.cosine", "0", "--train.steps", "1", model=pair[0])[0] == 0
     shutil.rmtree(other)
+
+
+@pytest.mark.parametrize("boundary", ["plain", "checkpoint"])
+def test_what_a_child_will_hold_in_training_is_told_beforehand(pair, text_file, tmp_path, boundary):
+    """Layers of different makes: the dry run's peaks are never below the run's, and next to nothing above."""
+    words = ["--data.context", "64", "--train.global-tokens", "128", "--train.steps", "3", "--memory", "64MiB"]
+    folder = tmp_path / "alone"
+    source = ["--model.from", str(pair[1]), "--data.train", str(text_file), "--save.dir", str(folder)]
+    assert main(["train", *source, *words, "--plan.boundary", boundary]) == 0
+    told = json.loads((folder / "plan.json").read_text())
+    steps = [json.loads(line) for line in (folder / "memory.jsonl").read_text().splitlines()]
+    held = max(phase["peak_bytes"] for each in steps for phase in each["phases"].values())
+    assert held <= told["peak_bytes"] <= 1.02 * held

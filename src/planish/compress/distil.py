@@ -51,7 +51,7 @@ class Distillation:
 
     steps: int = 60
     batch_rows: int = 2
-    lr: float = 3e-4
+    lr: float = 3e-3
     loss: Loss = "vectorwise"
     heldout: float = 0.25
     seed: int = 0
