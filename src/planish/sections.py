@@ -58,6 +58,7 @@ class ModelSection:
         moe: Turns a dense model into a mixture with the same function, `{experts = 8, top_k = 2}`.
         extend_positions: Raises the model's position limit to `data.context` without changing its rotary parameters.
         adapter: Trains a LoRA adapter on the frozen model, `{rank = 16}`; the run saves it in peft's format.
+        freeze: Parts of weights' names, such as ["experts", "gate"]: those weights stay as they are.
     """
 
     from_: str | None = None
@@ -69,6 +70,7 @@ class ModelSection:
     extend_positions: bool = False
     moe: MoeSection | None = None
     adapter: AdapterSection | None = None
+    freeze: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         given = [name for name in ("from_", "gguf", "config") if getattr(self, name) is not None]
@@ -78,6 +80,8 @@ class ModelSection:
                 f"exactly one of `model.from`, `model.gguf` and `model.config` must be given, got {words}; "
                 'for example `model.from = "smollm2-135m"`.'
             )
+        if self.adapter is not None and self.freeze:
+            raise UsageError("`model.adapter` freezes every weight of the model already; leave `model.freeze` out.")
         if self.adapter is not None and (self.moe is not None or self.config is not None):
             other = "model.moe" if self.moe is not None else "model.config"
             raise UsageError(

@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from planish.decode import nearest
 from planish.errors import UsageError
 from planish.models.adapter import add_adapter, base_of, merge_adapter
 from planish.models.builtin import cache_folder, convert_gguf, made_whole, model_folder
@@ -116,6 +117,7 @@ def load_model(
         model = upcycle(model, section.moe, seed=seed)
     if section.adapter is not None:
         add_adapter(model, section.adapter, base=str(folder.resolve()), seed=seed)
+    _freeze(model, section.freeze)
     return model.to(device)
 
 
@@ -126,7 +128,21 @@ def draw_model(config: PretrainedConfig, section: ModelSection) -> PreTrainedMod
     model = AutoModelForCausalLM.from_config(config, dtype=_TORCH_DTYPE[section.dtype])
     if section.adapter is not None:
         add_adapter(model, section.adapter, base=model.name_or_path, seed=None)
+    _freeze(model, section.freeze)
     return model
+
+
+def _freeze(model: PreTrainedModel, parts: tuple[str, ...]) -> None:
+    """Let weights whose names have one of `parts` between their dots take no gradient."""
+    for part in parts:
+        frozen = [each for name, each in model.named_parameters() if part in name.split(".")]
+        if not frozen:
+            known = sorted({piece for name, _ in model.named_parameters() for piece in name.split(".")[:-1]})
+            raise UsageError(f"`model.freeze` = {part!r} is in no weight's name; {nearest(part, known)}")
+        for each in frozen:
+            each.requires_grad_(requires_grad=False)
+    if parts and not any(each.requires_grad for each in model.parameters()):
+        raise UsageError("`model.freeze` leaves nothing to train; name fewer parts.")
 
 
 def _check_loaded(folder: Path, report: Mapping[str, Any]) -> None:

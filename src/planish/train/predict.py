@@ -101,8 +101,8 @@ def read_table(run: RunFile) -> LayerTable | None:
 
 
 def _is_tabled(run: RunFile) -> bool:
-    """Return whether a table may answer for `run`: no adapter's frozen weights, no layers of different makes."""
-    if run.model.adapter is not None or not _is_tabled_mesh(run) or not is_tabled(run.plan):
+    """Return whether a table may answer for `run`: no frozen weights, no layers of different makes."""
+    if run.model.adapter is not None or run.model.freeze or not _is_tabled_mesh(run) or not is_tabled(run.plan):
         return False
     return "per_layer_config" not in (config_tree(run.model) or {})
 
