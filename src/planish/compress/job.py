@@ -244,7 +244,12 @@ class Job:
         for each in told:
             kept = "kept" if each.accepted else "not kept"
             self._note(f"round: {each.changed} layers changed, KL {each.kl_before:.4f} -> {each.kl_after:.4f}, {kept}")
-        return better, costs
+        measured = self._measured(better)
+        limits = {each.scenario: each.at_most for each in self.ceilings if each.kind == "latency"}
+        if any(measured[label] > limit * 1.02 for label, limit in limits.items()):
+            self._note("round: the new child is slower than predicted and above a limit; the one before is kept")
+            return child, costs
+        return better, calibrated(costs, measured, better)
 
     def _judge(self, name: str, child: Architecture, measured: Mapping[str, float], costs: Costs) -> Judged:
         self._note(f"judged: {name}")
