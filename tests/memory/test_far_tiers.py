@@ -5,6 +5,7 @@ import ctypes
 import errno
 import gc
 import mmap
+import os
 import threading
 import time
 import weakref
@@ -242,13 +243,27 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
         disk_tier(tmp_path / "missing", MIB)
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
-    def refuse(**_):
-        raise OSError(errno.EROFS, "Read-only file system")
+@contextlib.contextmanager
+def as_nobody(*folders):
+    """Be, where this is root, somebody whom the mode of a file concerns and who may enter `folders`."""
+    for each in folders:
+        each.chmod(0o755)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
 
-    monkeypatch.setattr(far_disk.tempfile, "TemporaryFile", refuse)
-    with pytest.raises(UsageError, match=r"`disk` memory needs a folder it can write, .*: Read-only file system"):
-        disk_tier(tmp_path, MIB)
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    folder = tmp_path / "read-only"
+    folder.mkdir()
+    folder.chmod(0o555)
+    refused = pytest.raises(UsageError, match=r"`disk` memory needs a folder it can write, .*: Permission denied")
+    with as_nobody(tmp_path, *tmp_path.parents[:2]), refused:
+        disk_tier(folder, MIB)
 
 
 def test_space_that_is_gone_by_then_is_refused(tmp_path, monkeypatch):
