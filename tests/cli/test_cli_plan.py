@@ -167,3 +167,16 @@ def test_settings_may_come_from_a_run_file(plan, tmp_path):
     path.write_text('[model]\nfrom = "smollm2-135m"\n[data]\ntrain = "x"\ncontext = "4K"\n[memory]\nbudget = "3GiB"\n')
     assert plan("plan", path)[0] == 0
     assert plan("plan", path, "--memory", "1GiB")[0] == 3
+
+
+@pytest.mark.parametrize("settings", [("mesh.vp", "plan.vocab", "ring"), ("mesh.cp",)])
+def test_ranks_that_share_are_planned_for_once_they_are_counted(plan, tiny, settings):
+    shared = [f"--{settings[0]}", "2", *(f"--{settings[1]}={settings[2]}" for _ in settings[2:])]
+    assert plan(*tiny, *shared)[::2] == (
+        2,
+        f"planish: `{settings[0]}` (2) is a part of the ranks that hold shards, and none were started to be counted; "
+        "set `mesh.dp`, such as `mesh.dp = 2`.\n",
+    )
+    code, said, _ = plan(*tiny, *shared, "--mesh.dp", "2", "--memory", "1GiB")
+    assert code == 0
+    assert "nothing bounded" in said

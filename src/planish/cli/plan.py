@@ -201,7 +201,7 @@ def _draw(path: Path | None, told: Any) -> None:
 def _answer(options: Options, settings: list[tuple[str, Any]], say: Say) -> Answer:
     if options.run is None and not any(name == "data.train" for name, _ in settings):
         settings = [("data.train", "builtin:english"), *settings]  # what is trained on weighs nothing
-    run, notes = _assume(read_run(options.run, settings))
+    run, notes = _assume(_over_ranks(read_run(options.run, settings)))
     budget_bytes = run.memory.budget
     prediction = predict(run, say)
     if run.mesh.pp > 1:  # each price of another plan would take a dry run of every rank
@@ -219,7 +219,7 @@ def _answer(options: Options, settings: list[tuple[str, Any]], say: Say) -> Answ
     def peak_bytes(plan: Plan) -> int:
         return peak(plan).peak_bytes
 
-    named = _named(options.run, settings, run.plan)
+    named = _named(options.run, settings, run)
     choice = None
     if budget_bytes is not None:
         offered = _offered(run)
@@ -228,7 +228,7 @@ def _answer(options: Options, settings: list[tuple[str, Any]], say: Say) -> Answ
     return Answer(
         run=run,
         prediction=prediction,
-        plain=peak(replace(Plan.plain(), dispatch=run.plan.dispatch)),
+        plain=peak(_plain(run)),
         choice=choice,
         longest=None if budget_bytes is None else context_that_fits(run, prediction, budget_bytes),
         proof=by_dry_run(run) if options.prove else None,
@@ -239,6 +239,23 @@ def _answer(options: Options, settings: list[tuple[str, Any]], say: Say) -> Answ
             *advise(peak_bytes, run.plan, budget_bytes=budget_bytes),
         ),
     )
+
+
+def _over_ranks(run: RunFile) -> RunFile:
+    """Return `run`, whose mesh says how many ranks there are: none were started to be counted."""
+    degree = max(("ep", "vp", "cp"), key=lambda name: getattr(run.mesh, name))
+    if run.mesh.dp is None and getattr(run.mesh, degree) > 1:
+        raise UsageError(
+            f"`mesh.{degree}` ({getattr(run.mesh, degree)}) is a part of the ranks that hold shards, and none were "
+            f"started to be counted; set `mesh.dp`, such as `mesh.dp = {getattr(run.mesh, degree)}`."
+        )
+    return run
+
+
+def _plain(run: RunFile) -> Plan:
+    """Return the plan that bounds nothing but what the mesh cannot do without."""
+    kept = {"dispatch": True, "attention": run.mesh.cp > 1, "vocab": run.mesh.vp > 1}
+    return replace(Plan.plain(), **{peak: getattr(run.plan, peak) for peak, needed in kept.items() if needed})
 
 
 def _offered(run: RunFile) -> tuple[Activation, ...]:
@@ -255,12 +272,12 @@ def _places(found: Estimate) -> tuple[str, ...]:
     return (f"optim = stream-adamw keeps {disk} on the disk and {host} in host memory, each array on whole pages",)
 
 
-def _named(path: Path | None, settings: list[tuple[str, Any]], plan: Plan) -> frozenset[str]:
+def _named(path: Path | None, settings: list[tuple[str, Any]], run: RunFile) -> frozenset[str]:
     """Return the peaks whose method the user has named, or whose other methods would not go with those."""
     file = None if path is None else path / "run.toml" if path.is_dir() else path
     tree = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8")).get("plan", {})
     named = frozenset(tree) | {name.split(".")[1] for name, _ in settings if name.startswith("plan.")}
-    return named | {"attention"} if keeps_attention(plan.boundary) else named
+    return named | {"attention"} if keeps_attention(run.plan.boundary) or run.mesh.cp > 1 else named
 
 
 def _assume(run: RunFile) -> tuple[RunFile, tuple[str, ...]]:
