@@ -155,21 +155,24 @@ def open_run_folder(path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
     if resume and overwrite:
         raise UsageError("`--resume` and `--overwrite` exclude each other; give the one you mean.")
     made: tuple[Path, ...] = ()
+    folder = None
     try:
         _check(path, resume=resume, overwrite=overwrite)
         made = tuple(each for each in (path, *path.parents) if not each.exists())
         path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
-    except OSError as error:
-        _remove_empty(made)
+        folder = RunFolder(path=path, resume=resume, made=made, lock=_lock(path))
+        _check(path, resume=resume, overwrite=overwrite)  # again: another run may have come and gone before the lock
+    except BaseException as error:
+        if folder is not None:
+            folder.close()
+        else:
+            if isinstance(error, KeyboardInterrupt) and path in made:  # stopped while the lock was being taken
+                (path / _LOCK).unlink(missing_ok=True)
+            _remove_empty(made)
+        if not isinstance(error, OSError):
+            raise
         reason = error.strerror or error
         raise UsageError(f"run folder {path} cannot be written: {reason}; set `save.dir` to another one.") from error
-    folder = RunFolder(path=path, resume=resume, made=made, lock=lock)
-    try:
-        _check(path, resume=resume, overwrite=overwrite)  # again: another run may have come and gone before the lock
-    except UsageError:
-        folder.close()
-        raise
     return folder
 
 
