@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planish.cli.say import write_file
 from planish.decode import Count, decode
 from planish.errors import UsageError
 from planish.methods import Pipeline, Plain
@@ -121,9 +122,5 @@ def _read(path: Path, num_ranks: int, num_microbatches: int) -> Schedule:
 def _write(found: Answer, svg: Path | None, actions: Path | None) -> None:
     texts = ((svg, to_svg(found.chosen.timeline, unit=found.work.unit)), (actions, found.chosen.schedule.to_text()))
     for path, text in texts:
-        if path is None:
-            continue
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
+        if path is not None:
+            write_file(path, text)

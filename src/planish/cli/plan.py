@@ -17,12 +17,13 @@ from rich.table import Table
 from planish.cli import pipeline
 from planish.cli.ask import ask
 from planish.cli.options import parse
-from planish.cli.prove import prove
+from planish.cli.prove import disproof, prove
+from planish.cli.say import write_file
 from planish.cli.told import misfit as misfit_of
 from planish.cli.told import show, show_proof, to_tree
 from planish.cli.train import read_run
 from planish.decode import encode
-from planish.errors import PlanishError, UsageError, VerificationFailed
+from planish.errors import PlanishError, UsageError
 from planish.methods import Activation, Plan, keeps_attention
 from planish.plan.answer import answer as find
 from planish.plan.choose import Choice, advise, choose
@@ -35,7 +36,6 @@ from planish.train.fit import context_that_fits, misfit, smallest_budget
 from planish.train.predict import Prediction, Say, by_dry_run, config_tree, max_positions, predict
 from planish.units import format_bytes
 
-_TOLERANCE = 0.005
 _WIDTH = 110
 
 
@@ -190,12 +190,8 @@ def _show_question(options: Options, settings: list[tuple[str, Any]]) -> int:
 
 
 def _draw(path: Path | None, told: Any) -> None:
-    if path is None:
-        return
-    try:
-        path.write_text(to_svg(told.best), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
+    if path is not None:
+        write_file(path, to_svg(told.best))
 
 
 def _answer(options: Options, settings: list[tuple[str, Any]], say: Say) -> Answer:
@@ -259,8 +255,8 @@ def _plain(run: RunFile) -> Plan:
 
 
 def _offered(run: RunFile) -> tuple[Activation, ...]:
-    """Return the ways to bound what the model's feed-forward networks hold; none in a pipeline."""
-    tree = None if run.mesh.pp > 1 else config_tree(run.model)
+    """Return the ways to bound what the model's feed-forward networks hold."""
+    tree = config_tree(run.model)
     return () if tree is None else activation_methods(read_config(tree))
 
 
@@ -303,13 +299,10 @@ def _ranks(run: RunFile, found: Estimate) -> tuple[str, ...]:
 
 def _error(answer: Answer) -> PlanishError | None:
     """Return why the exit code is not 0."""
-    off = {phase: share for phase, share in answer.differences.items() if abs(share) > _TOLERANCE}
+    off = answer.differences
     if answer.run.mesh.sharded and off.get("init", -1) > 0:  # what rank 0 holds while it deals out is bounded alone
         del off["init"]
-    if off:
-        phase = max(off, key=lambda each: abs(off[each]))
-        return VerificationFailed(f"{phase} is priced {off[phase]:+.2%} away from the dry run, more than 0.5 %.")
-    return misfit(answer.run, answer.prediction)
+    return disproof(off) or misfit(answer.run, answer.prediction)
 
 
 def _to_tree(answer: Answer) -> dict[str, Any]:

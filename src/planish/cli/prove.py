@@ -26,6 +26,15 @@ _PHASES = ("forward", "backward", "optimizer", "save")
 _ALL = 2**50
 
 
+def disproof(differences: Mapping[str, float]) -> VerificationFailed | None:
+    """Return which phase is priced too far away from its dry run, None where none is."""
+    off = {phase: share for phase, share in differences.items() if abs(share) > _TOLERANCE}
+    if not off:
+        return None
+    phase = max(off, key=lambda each: abs(off[each]))
+    return VerificationFailed(f"{phase} is priced {off[phase]:+.2%} away from the dry run, more than 0.5 %.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
     """What a folded dry run says of a plan, its head apart.
@@ -49,11 +58,7 @@ class Proof:
 
     def error(self) -> PlanishError | None:
         """Return which phase is priced too far away, None where none is."""
-        off = {phase: share for phase, share in self.differences.items() if abs(share) > _TOLERANCE}
-        if not off:
-            return None
-        phase = max(off, key=lambda each: abs(off[each]))
-        return VerificationFailed(f"{phase} is priced {off[phase]:+.2%} away from the dry run, more than 0.5 %.")
+        return disproof(self.differences)
 
     def table(self) -> Table:
         """Return prices and dry run side by side."""
