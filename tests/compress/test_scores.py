@@ -49,6 +49,21 @@ def test_a_child_is_judged_as_full_logits_judge_it(scene, sentences):
     assert found.kl.mean().item() == pytest.approx(told.item(), rel=1e-10)
 
 
+def test_a_child_with_a_head_of_its_own_is_judged_by_it(scene, sentences):
+    """After global distillation the child's head is no longer the parent's; its mean rows would be the wrong ones."""
+    _, stack, judge = scene
+    ids, noise = sentences[:6], torch.randn(stack.head.shape, generator=torch.Generator().manual_seed(1))
+    head = stack.head + 0.1 * noise.to(stack.head)
+    *_, last = stack.states(ids)
+    final = stack.after(len(stack.layers), last)
+    parent, mine = (log_softmax((final @ each.T)[:, :-1], -1) for each in (stack.head, head))
+    found = judge.judge(final[:4], head)
+    dense = kl_div(mine, parent, log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(found.kl, dense[:4])
+    assert torch.equal(found.same, (parent.argmax(-1) == mine.argmax(-1))[:4])
+    assert judge.judge(final[:4], stack.head.clone()).kl.max().item() < 1e-12
+
+
 def test_the_parent_is_no_distance_from_itself(scene, sentences):
     _, stack, judge = scene
     *_, last = stack.states(sentences[:6])

@@ -1,7 +1,8 @@
 """What the parent says of each token, kept as D + 4 numbers a token, and how far a child's hidden states are from it.
 
 With one head W for both, y = s W h: KL(p || q) = lse(y_q) - h_q . g + (h_p . g - lse(y_p)) with g = dlse(y_p)/dh_p, the
-mean of the head's rows under p. So a child costs one product with the head, and neither's logits are formed.
+mean of the head's rows under p. So a child costs one product with the head, and neither's logits are formed. A child
+that was trained as a whole has a head of its own: then both heads are multiplied, tile by tile.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
 from planish.errors import UsageError
+from planish.peaks.vocab.kl import linear_kl
 from planish.peaks.vocab.losses import linear_logprob
 
 
@@ -74,7 +76,7 @@ class Whole:
 class Judge:
     """The parent's distributions over rows of text.
 
-    Memory:        D + 4 numbers for each counted token, 60 MiB of head tiles.
+    Memory:        the parent's head, D + 4 numbers for each counted token, 60 MiB of head tiles.
 
     Args:
         parent: Reads the rows.
@@ -89,6 +91,7 @@ class Judge:
         self.rows = rows
         self._counted = torch.arange(every - 1, rows.shape[1] - 1, every)
         self._scale = _logit_scale(parent.config)
+        self._head, self._known_head = parent.head, parent.head
         self._target = rows[:, self._counted + 1]
         found = [
             self._teach(parent, start, rows[start : start + batch_rows]) for start in range(0, len(rows), batch_rows)
@@ -125,7 +128,7 @@ class Judge:
 
         Args:
             final: What its head sees [B, S, D] of rows `start` to start + B.
-            head: Its weight [V, D], the parent's.
+            head: Its weight [V, D].
             start: The first row.
         """
         hidden = self._pick(final)
@@ -140,15 +143,32 @@ class Judge:
                 want=("nll", "lse", "argmax"),
                 logits_dtype="float32",
             )
-        mean, parent = self._mean[here].to(hidden.device), self._hidden[here].to(hidden.device)
-        cross = (hidden.double() * mean.double()).sum(-1)
-        kl = said.lse.double() - cross + self._base[here].to(hidden.device)
+        parent = self._hidden[here].to(hidden.device)
+        if self._is_parents(head):
+            mean = self._mean[here].to(hidden.device)
+            kl = said.lse.double() - (hidden.double() * mean.double()).sum(-1) + self._base[here].to(hidden.device)
+        else:
+            kl = self._between(hidden, head, parent)
         return Judgement(
             kl=kl.clamp(min=0).cpu(),
             nll=said.nll.double().cpu(),
             cosine=cosine_similarity(hidden.double(), parent.double(), dim=-1).cpu(),
             same=(said.argmax.cpu() == self._best[here]),
         )
+
+    def _is_parents(self, head: Tensor) -> bool:
+        if head is not self._known_head and torch.equal(head.to(self._head), self._head):
+            self._known_head = head
+        return head is self._known_head
+
+    @torch.no_grad()
+    def _between(self, hidden: Tensor, head: Tensor, parent: Tensor) -> Tensor:
+        """Return the divergence of tokens whose child has another head than the parent."""
+        scales = {"logit_scale": self._scale, "teacher_logit_scale": self._scale}
+        heads = _wide(head), _wide(self._head.to(head.device))
+        return linear_kl(
+            hidden, heads[0], parent, heads[1], reduction="none", logits_dtype="float32", **scales
+        ).double()
 
     def _pick(self, hidden: Tensor) -> Tensor:
         return _wide(hidden[:, self._counted.to(hidden.device)])
