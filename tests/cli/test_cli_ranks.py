@@ -1,12 +1,18 @@
 """`planish train` and `planish plan` over ranks: what is refused, by which rank, with which exit code and sentence."""
 
+import dataclasses
 import json
 import os
+import tomllib
 
 import pytest
 
 from planish.errors import UsageError
+from planish.methods import Pipeline
+from planish.plan.estimate import Estimate, PhasePrice
 from planish.train import fit, job
+from planish.train.predict import Prediction
+from planish.train.turns import Turns
 
 
 @pytest.fixture
@@ -52,6 +58,27 @@ def test_plan_names_what_each_stage_holds(torchrun, words):
     assert "each phase is that of the stage that holds most" in said
     assert "rank 0 " in said
     assert "on rank " in said
+
+
+def test_every_rank_takes_the_schedule_that_was_chosen(torchrun, words, tmp_path, monkeypatch):
+    small = Estimate(phases={"forward": PhasePrice(peak_bytes=1, categories={}, owners=(), where="")})
+
+    def choose(run, _):
+        run = dataclasses.replace(run, plan=dataclasses.replace(run.plan, pipeline=Pipeline(method="v-half")))
+        return Turns(run=run, prediction=Prediction(estimate=small, table=None), reasons=("because it fits",))
+
+    monkeypatch.setattr(fit, "take_turns", choose)
+    ended = torchrun(*words("train", "--mesh.pp", 2, "--memory", "300MiB"), ranks=2)
+    assert [code for code, *_ in ended] == [0, 0]
+    assert "because it fits" in ended[0][1]
+    assert tomllib.loads((tmp_path / "run" / "plan.toml").read_text())["plan"]["pipeline"]["method"] == "v-half"
+    passes = json.loads((tmp_path / "run" / "pipeline.json").read_text())["passes"]
+    assert {word for word, *_ in passes} >= {"0I0", "1I0", "2W0", "3W0"}
+    [(code, out, _)] = torchrun("plan", "--pipeline", tmp_path / "run", ranks=1)
+    assert (code, out.splitlines()[0]) == (
+        0,
+        "v-half, head vocab-2: 2 ranks, 4 layers, 1 microbatches; times in seconds",
+    )
 
 
 def test_a_budget_broken_while_running_ends_every_rank_with_4_and_the_table(torchrun, words, tmp_path, monkeypatch):

@@ -8,15 +8,14 @@ from typing import Any
 from planish.cli.say import write_file
 from planish.decode import Count, decode
 from planish.errors import UsageError
-from planish.methods import Pipeline, Plain
+from planish.methods import Pipeline
 from planish.pipeline.draw import to_svg
 from planish.pipeline.outline import Outcome, outcome, outcome_of, outline, rivals
 from planish.pipeline.schedule import Schedule
 from planish.pipeline.validate import validate
-from planish.pipeline.workload import Times, Workload, workload
-from planish.price.config import read_config
+from planish.pipeline.workload import Times, Workload
 from planish.runfile import RunFile, load_tree
-from planish.train.predict import config_tree
+from planish.train.turns import measured_times, workload_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,9 @@ class Answer:
 
 
 def answer(path: Path | None, settings: list[tuple[str, Any]]) -> Answer:
-    """Return what there is to say about the pipeline of a run file (or run folder) and its flags.
+    """Return what there is to say about the pipeline of a run file and its flags.
+
+    Times are those of the flags, else those that a run folder's passes took, else products.
 
     Raises:
         UsageError: Settings that name no pipeline, or a schedule written by hand that does not run.
@@ -55,7 +56,12 @@ def answer(path: Path | None, settings: list[tuple[str, Any]]) -> Answer:
     table = _take(tree.get("plan"), "pipeline", {})
     table = {"method": table} if isinstance(table, str) else table
     times = _take(table, "times", None)
-    work = _workload(decode(RunFile, tree), None if times is None else decode(Times, times, "plan.pipeline.times"))
+    run = decode(RunFile, tree)
+    if times is not None:
+        measured = decode(Times, times, "plan.pipeline.times")
+    else:
+        measured = measured_times(path, run) if path is not None and path.is_dir() else None
+    work = workload_of(run, measured)
     if isinstance(table, dict) and "file" in table:
         by_hand = decode(_ByHand, table, "plan.pipeline")
         chosen = outcome_of(_read(by_hand.file, mesh.pp, work.microbatches), work)
@@ -85,20 +91,6 @@ def to_tree(found: Answer, *, svg: Path | None, actions: Path | None) -> dict[st
 def _take(tree: Any, key: str, default: Any) -> Any:
     """Return the entry `key`, taken out of `tree` if that is a table; what is none is refused where it is decoded."""
     return tree.pop(key, default) if isinstance(tree, dict) else default
-
-
-def _workload(run: RunFile, times: Times | None) -> Workload:
-    tree = config_tree(run.model)
-    if tree is None:
-        raise UsageError("`model.gguf` does not say its sizes; name `model.from` or `model.config` for a pipeline.")
-    return workload(
-        read_config(tree),
-        context=run.data.context,
-        microbatches=run.train.grad_accum,
-        recompute=not isinstance(run.plan.boundary, Plain),
-        experts_per_token=1 if run.model.moe is None else run.model.moe.top_k,
-        times=times,
-    )
 
 
 def _read(path: Path, num_ranks: int, num_microbatches: int) -> Schedule:

@@ -34,6 +34,7 @@ from planish.price.config import read_config
 from planish.runfile import RunFile
 from planish.train.fit import context_that_fits, misfit, smallest_budget
 from planish.train.predict import Prediction, Say, by_dry_run, config_tree, max_positions, predict
+from planish.train.turns import take_turns
 from planish.units import format_bytes
 
 _WIDTH = 110
@@ -199,12 +200,12 @@ def _answer(options: Options, settings: list[tuple[str, Any]], say: Say) -> Answ
         settings = [("data.train", "builtin:english"), *settings]  # what is trained on weighs nothing
     run, notes = _assume(_over_ranks(read_run(options.run, settings)))
     budget_bytes = run.memory.budget
-    prediction = predict(run, say)
     if run.mesh.pp > 1:  # each price of another plan would take a dry run of every rank
-        proof = prediction.estimate if options.prove else None
-        return Answer(
-            run=run, prediction=prediction, plain=None, choice=None, longest=None, proof=proof, notes=tuple(notes)
-        )
+        turns = take_turns(run, lambda each: predict(each, say))
+        found, notes = turns.prediction, (*notes, *turns.reasons)
+        proof = found.estimate if options.prove else None
+        return Answer(run=turns.run, prediction=found, plain=None, choice=None, longest=None, proof=proof, notes=notes)
+    prediction = predict(run, say)
     plans = {run.plan: prediction.estimate}
 
     def peak(plan: Plan) -> Estimate:

@@ -9,9 +9,12 @@ import tyro
 
 from planish.cli.options import parse
 from planish.errors import UsageError
+from planish.methods import Pipeline
 from planish.runfile import RunFile, load
 
 if TYPE_CHECKING:
+    from planish.comm.world import World
+    from planish.train.fit import Verdict
     from planish.train.session import Shape
 
 
@@ -71,6 +74,7 @@ def train(run: RunFile, *, resume: bool, overwrite: bool) -> None:
     verdict = judge(run) if run.mesh.size > 1 and worlds.launched_rank() == 0 else None
     with worlds.join(run.mesh, device_type=run_device().type) as world, world.guarded():
         world.require_same(common_facts(run))
+        run = _with_turns(run, verdict, world)
         if world.leads:
             opened = open_run_folder(run.save.dir, resume=resume, overwrite=overwrite)
         else:
@@ -87,6 +91,15 @@ def _shape(run: RunFile) -> "Shape":
     from planish.compress.teach import taught
 
     return taught
+
+
+def _with_turns(run: RunFile, verdict: "Verdict | None", world: "World") -> RunFile:
+    """Return `run` with the schedule that rank 0 has chosen where it was open."""
+    chosen = None if verdict is None else verdict.run.plan.pipeline
+    method = world.gather(chosen and chosen.method)[0]
+    if run.plan.pipeline is not None or method is None:
+        return run
+    return dataclasses.replace(run, plan=dataclasses.replace(run.plan, pipeline=Pipeline(method=method)))
 
 
 def _over_ranks(run: RunFile, size: int) -> RunFile:

@@ -1,8 +1,9 @@
 """What the parts of a model take on one microbatch: by products from its sizes, or as somebody measured them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Self
 
 from planish.errors import UsageError
 from planish.pipeline.actions import COLLECTIVES, Head, Kind
@@ -72,6 +73,19 @@ class Workload:
                 "of the weights alone takes as many products."
             )
 
+    def timed(self, times: Times) -> Self:
+        """Return the workload in seconds; what `times` leave out keeps its share of a layer's forward."""
+        factor = times.layer_s / self.layer
+        return replace(
+            self,
+            layer=times.layer_s,
+            layer_backward=times.layer_backward_s or factor * self.layer_backward,
+            head=times.head_s or factor * self.head,
+            embedding=times.embedding_s or factor * self.embedding,
+            transfer=times.transfer_s or factor * self.transfer,
+            unit="seconds",
+        )
+
     def spread(self, num_stages: int, head: Head) -> tuple[int, ...]:
         """Return the layers of each stage; a head on the last stage pushes layers off it.
 
@@ -131,23 +145,14 @@ def workload(
     """
     head = shape.vocab_size * shape.hidden_size / _layer_products(shape, context, experts_per_token)
     backward = 3.0 if recompute else 2.0
+    work = Workload(layers=len(shape.layers), microbatches=microbatches, layer_backward=backward, head=head)
     if times is None:
-        return Workload(layers=len(shape.layers), microbatches=microbatches, layer_backward=backward, head=head)
+        return work
     for name in Times.__dataclass_fields__:
         seconds = getattr(times, name)
         if seconds is not None and not seconds > 0:
             raise UsageError(f"`plan.pipeline.times.{name}` must be above 0, got {seconds}.")
-    layer = times.layer_s
-    return Workload(
-        layers=len(shape.layers),
-        microbatches=microbatches,
-        layer=layer,
-        layer_backward=times.layer_backward_s or backward * layer,
-        head=times.head_s or head * layer,
-        embedding=times.embedding_s or _EMBEDDING * layer,
-        transfer=times.transfer_s or _TRANSFER * layer,
-        unit="seconds",
-    )
+    return work.timed(times)
 
 
 def _layer_products(shape: ModelShape, context: int, experts_per_token: int) -> float:

@@ -17,6 +17,7 @@ from planish.train.predict import (
     predict,
     read_table,
 )
+from planish.train.turns import take_turns
 from planish.units import format_bytes
 
 _STEP_TOKENS = 64
@@ -27,11 +28,13 @@ class Verdict:
     """What `check_fit` found before the ranks met, since a dry run over ranks is for a process alone.
 
     Attributes:
+        run: Every setting, the schedule of its pipeline chosen.
         prediction: What it returned.
         refused: What it raised.
         said: What it had to say.
     """
 
+    run: RunFile
     prediction: Prediction | None = None
     refused: Exception | None = None
     said: tuple[str, ...]
@@ -46,15 +49,20 @@ class Verdict:
 
 
 def judge(run: RunFile) -> Verdict:
-    """Return the verdict of `check_fit`."""
+    """Return the verdict of `check_fit`, on the run with the schedule that its budget asks for."""
     said: list[str] = []
     try:
-        return Verdict(prediction=check_fit(run, said.append), said=tuple(said))
+        known = None
+        if run.mesh.pp > 1 and run.plan.pipeline is None and run.memory.budget is not None:
+            turns = take_turns(run, lambda each: predict(each, said.append))
+            said += turns.reasons
+            run, known = turns.run, turns.prediction
+        return Verdict(run=run, prediction=check_fit(run, said.append, known), said=tuple(said))
     except Exception as error:  # of any kind: it is for all ranks
-        return Verdict(refused=error, said=tuple(said))
+        return Verdict(run=run, refused=error, said=tuple(said))
 
 
-def check_fit(run: RunFile, say: Say) -> Prediction | None:
+def check_fit(run: RunFile, say: Say, known: Prediction | None = None) -> Prediction | None:
     """Return what `run` will hold, on each rank where there are several, which fits its budget.
 
     None without a budget where it would take time to find out, and where it cannot be found out.
@@ -65,7 +73,7 @@ def check_fit(run: RunFile, say: Say) -> Prediction | None:
     if run.memory.budget is None and read_table(run) is None:
         return None
     try:
-        prediction = predict(run, say)
+        prediction = predict(run, say) if known is None else known
     except NotPredictable as error:
         say(f"{error} The budget is kept while running all the same.")
         return None

@@ -241,6 +241,9 @@ class _Records:
             planned, seen = staged.timelines()
             if self._folder.leads:
                 write_timelines(self._folder.path, step, planned, seen)
+            remark = staged.remark()
+            if remark is not None:
+                self._view.note(remark)
         return {"pipeline/bubble": round(staged.bubble(), 4)}
 
     def _far(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,15 +24,16 @@ from planish.peaks.vocab.shard import Shard, ShardedHead
 from planish.pipeline.actions import Action, Kind
 from planish.pipeline.costs import Costs
 from planish.pipeline.memory import enough_microbatches, in_flight_of_stages
-from planish.pipeline.observed import observed, planned
+from planish.pipeline.observed import Pass, observed, planned, times_of
 from planish.pipeline.run.flow import Flow
-from planish.pipeline.run.pace import SPARE, Pace, Pass
+from planish.pipeline.run.pace import SPARE, Pace
 from planish.pipeline.run.runner import Parts, PipelineRun, StageLayers
 from planish.pipeline.schedule import Schedule
 from planish.pipeline.simulate import Timeline
 from planish.pipeline.workload import Workload
 from planish.train.stages import Cut, FarRows, cut
 from planish.train.tensor_files import FarTensor
+from planish.train.turns import faster_turns
 
 _PHASES: dict[Kind, Phase] = {
     Kind.IF: "forward",
@@ -80,7 +82,7 @@ class Staged:
         assert isinstance(plan.vocab, Blocked)
         self._part, self._pace, self._ledger, self._world = part, pace, ledger, world
         self._passes: list[Pass] = []
-        self._steps = 0
+        self._steps, self._plan = 0, plan
         self._began_s = self._took_s = 0.0
         self._used: tuple[Schedule, Costs] | None = None
         tied = part.anatomy.weight is part.decoder.embedding.weight
@@ -173,6 +175,17 @@ class Staged:
         schedule, costs = self._used
         seen = observed(schedule, self.passes())
         return planned(schedule, costs, seen), seen
+
+    def remark(self) -> str | None:
+        """Return what the last step that is shown says of another schedule, or None. Communication: one all-gather."""
+        if self._steps != _SHOWN_STEP:
+            return None
+        assert self._used is not None
+        times = times_of([each for rank in self.passes() for each in rank], num_layers=sum(self._pace.layers))
+        if times is None:
+            return None
+        work = replace(self._pace.work, microbatches=self._used[0].num_microbatches).timed(times)
+        return faster_turns(self._plan.pipeline or Pipeline(), work, self._world.size)
 
     def sharded(self, name: str, tensor: Tensor | FarTensor) -> Tensor | FarTensor:
         """Return what belongs to parameter `name`, of a shared one as a part of all ranks' rows."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.pipeline.draw import to_svg
+from planish.pipeline.observed import Pass
 from planish.pipeline.simulate import Timeline
 from planish.train.run_folder import write_atomically
 
@@ -25,6 +26,15 @@ def write_timelines(folder: Path, step: int, planned: Timeline, seen: Timeline) 
     }
     for name, text in zip(WRITTEN, (json.dumps(tree), *_pictures(planned, seen)), strict=True):
         write_atomically(folder / name, text)
+
+
+def read_passes(folder: Path) -> list[Pass] | None:
+    """Return the passes that `write_timelines` wrote; None where there are none that can be read."""
+    try:
+        tree = json.loads((folder / WRITTEN[0]).read_text(encoding="utf-8"))
+        return [(str(word), float(start), float(end)) for word, start, end in tree["passes"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _pictures(planned: Timeline, seen: Timeline) -> tuple[str, str]:

@@ -1,18 +1,14 @@
 """The schedules of a run: made for what passes are thought to take, and made anew once that was measured."""
 
-from statistics import median
-
 from planish.errors import UsageError
 from planish.methods import Pipeline
-from planish.pipeline.actions import STAGE_PASSES, Action, Head, Kind
+from planish.pipeline.actions import STAGE_PASSES, Head, Kind
 from planish.pipeline.choices import generate
 from planish.pipeline.costs import Costs
 from planish.pipeline.memory import Footprint, holds_no_more
+from planish.pipeline.observed import Pass, medians
 from planish.pipeline.schedule import Schedule
 from planish.pipeline.workload import Workload
-
-Pass = tuple[str, float, float]
-"""An action as text, when it began and when it ended."""
 
 SPARE = 2
 """Hidden states that a schedule made anew may hold beyond the first one, for which room is left."""
@@ -20,6 +16,11 @@ SPARE = 2
 
 class Pace:
     """What passes take, and the schedule that follows.
+
+    Attributes:
+        work: As it was given.
+        layers: Of each stage.
+        costs: What the next schedule is made for.
 
     Args:
         pipeline: The choice.
@@ -37,7 +38,7 @@ class Pace:
                 f'a pipeline that runs shares its head: `plan.pipeline.head` must be "vocab-1" or "vocab-2", got '
                 f'"{head}"; leave it out{"" if pipeline.head else ", and choose another `plan.pipeline.method`"}.'
             )
-        self._pipeline, self._num_ranks = pipeline, num_ranks
+        self._pipeline, self._num_ranks, self.work = pipeline, num_ranks, work
         self.layers = work.spread(num_ranks * pipeline.stages_per_rank, head)
         self.costs = work.costs(self.layers, head, num_ranks)
 
@@ -66,13 +67,9 @@ class Pace:
         return False
 
     def _as_measured(self, passes: list[list[Pass]]) -> Costs:
-        seconds: dict[tuple[int, Kind], list[float]] = {}
-        for each in passes:
-            for word, start, end in each:
-                stage, kind, _ = Action.parse(word)
-                seconds.setdefault((stage, kind), []).append(end - start)
+        seconds = medians(found for each in passes for found in each)
         rows = {
-            kind: tuple(median(seconds.get((i, kind), [old])) for i, old in enumerate(row))
+            kind: tuple(seconds.get((i, kind), old) for i, old in enumerate(row))
             for kind, row in self.costs.passes.items()
         }
         if not {kind for _, kind in seconds} & STAGE_PASSES:
