@@ -121,10 +121,10 @@ class RunFile:
                 "`plan.optim.in_backward` updates a weight before replicas have exchanged its gradient; set "
                 "`mesh.replicate = 1`, and shard by `mesh.dp`."
             )
-        if isinstance(method, Apollo) and 1 < self.mesh.ep < self.mesh.size:
+        if isinstance(method, Apollo) and 1 < self.mesh.ep < self.mesh.peers:
             raise ValueError(
                 f"`plan.optim` = apollo takes weights that are split one way, and with `mesh.ep` ({self.mesh.ep}) on "
-                f"{self.mesh.size} ranks the copies of experts are split too; set `mesh.ep = {self.mesh.size}`."
+                f"{self.mesh.peers} ranks the copies of experts are split too; set `mesh.ep = {self.mesh.peers}`."
             )
         if isinstance(method, Apollo) and method.weights == "int8" and self.mesh.size > 1:
             raise ValueError("`plan.optim.weights` = int8 is for one rank; leave it out, and shard by `mesh.dp`.")
@@ -140,6 +140,12 @@ class RunFile:
         ):
             if not goes:
                 raise ValueError(f"`{name}` does not go with `mesh.pp` ({self.mesh.pp}); set it to {instead}.")
+        method = "1f1b" if plan.pipeline is None else plan.pipeline.method
+        if self.mesh.peers > 1 and method in {"v-half", "v-min"}:
+            raise ValueError(
+                f"`plan.pipeline` = {method} splits backward in two, and the weights of {self.mesh.peers} ranks that "
+                'share layers are gone in between; set it to "1f1b", or `mesh.dp` and `mesh.replicate` to 1.'
+            )
 
     def to_toml(self) -> str:
         """Return every setting, defaults included, as a run file."""

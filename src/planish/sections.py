@@ -221,13 +221,15 @@ class MemorySection:
 class MeshSection:
     """How the ranks that `torchrun` starts share the work; each takes its rows, or its layers, of every microbatch.
 
+    With `pp` all other degrees are of the ranks that hold the same layers.
+
     Attributes:
         dp: Ranks over which weights, gradients and optimizer state are sharded; default: all that are left.
         replicate: Groups of such ranks that hold the same shards; with `dp = 1`, each rank holds everything.
         ep: Ranks of `dp` over which the experts of a layer are spread; tokens travel to them.
         vp: Ranks of `dp` that share the vocabulary, each with its rows of head and embedding.
         cp: Ranks of `dp` that share rows, each with its span of every row's tokens.
-        pp: Ranks over which layers are divided, in stages that take turns; embedding and head are shared by all.
+        pp: Ranks over which layers are divided, in stages that take turns, and which share embedding and head.
         timeout_s: Seconds after which a rank that does not answer is lost.
     """
 
@@ -247,21 +249,26 @@ class MeshSection:
                 raise ValueError(
                     f"`mesh.{name}` ({degree}) must divide `mesh.dp` ({self.dp}); one of {_divisors(self.dp)}."
                 )
-        if self.pp > 1 and (self.dp or 1) * self.replicate * self.ep * self.vp * self.cp > 1:
+        if self.pp > 1 and self.vp > 1:
             raise ValueError(
-                f"`mesh.pp` ({self.pp}) takes all ranks; set `mesh.dp`, `mesh.replicate`, `mesh.ep`, `mesh.vp` and "
-                "`mesh.cp` to 1, or leave `mesh.pp` out."
+                f"`mesh.vp` ({self.vp}) does not go with `mesh.pp` ({self.pp}), whose ranks share the vocabulary "
+                "already; leave `mesh.vp` out."
             )
 
     @property
     def size(self) -> int:
         """Ranks of the run."""
-        return (self.dp or 1) * self.replicate * self.pp
+        return self.peers * self.pp
+
+    @property
+    def peers(self) -> int:
+        """Ranks that hold the same layers: all of them, or those of one stage of a pipeline."""
+        return (self.dp or 1) * self.replicate
 
     @property
     def readers(self) -> int:
         """Ranks, or groups of `cp`, that take rows of their own; the stages of a pipeline all work on the same."""
-        return max(1, (self.dp or 1) * self.replicate // self.cp)
+        return max(1, self.peers // self.cp)
 
     @property
     def sharded(self) -> bool:
@@ -274,21 +281,19 @@ class MeshSection:
         Raises:
             ValueError: They are not the ranks that were asked for.
         """
-        if self.pp > 1:
-            if self.pp != size:
-                raise ValueError(f"`mesh.pp` ({self.pp}) must be the {size} ranks that were started; set it to {size}.")
-            return replace(self, dp=1)
+        degrees = [("replicate", self.replicate), *([("pp", self.pp)] if self.pp > 1 else [])]
+        names = " x ".join(f"`mesh.{name}`" for name, _ in degrees)
+        numbers, others = " x ".join(str(degree) for _, degree in degrees), self.replicate * self.pp
         if self.dp is not None and self.size != size:
             raise ValueError(
-                f"`mesh.replicate` x `mesh.dp` ({self.replicate} x {self.dp}) must be the {size} ranks that were "
-                f"started; set `mesh.dp = {max(1, size // self.replicate)}` or start {self.size} with `torchrun`."
+                f"{names} x `mesh.dp` ({numbers} x {self.dp}) must be the {size} ranks that were "
+                f"started; set `mesh.dp = {max(1, size // others)}` or start {self.size} with `torchrun`."
             )
-        if size % self.replicate:
+        if size % others:
             raise ValueError(
-                f"`mesh.replicate` ({self.replicate}) must divide the {size} ranks that were started; "
-                f"one of {_divisors(size)}."
+                f"{names} ({numbers}) must divide the {size} ranks that were started; one of {_divisors(size)}."
             )
-        return replace(self, dp=size // self.replicate)
+        return replace(self, dp=size // others)
 
 
 def _divisors(number: int) -> str:

@@ -39,6 +39,16 @@ def test_degrees_are_views_of_all_ranks():
     }
 
 
+def test_with_stages_they_are_views_of_each_stage():
+    found = {view.name: dict(view.axes) for view in views(MeshSection(pp=3, dp=4, ep=2, cp=4))}
+    assert found == {
+        "weights": {"pp": 3, "replicate": 1, "dp": 4},
+        "peers": {"pp": 3, "peers": 4},
+        "experts": {"pp": 3, "replicate": 1, "copies": 2, "ep": 2},
+        "sequence": {"pp": 3, "copies": 1, "cp": 4},
+    }
+
+
 def test_each_group_holds_the_ranks_beside_one_another(ranks):
     def members(world):
         axes = ((world.experts, "ep"), (world.vocab, "vp"), (world.sequence, "cp"), (world.sequence, "copies"))

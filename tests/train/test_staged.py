@@ -21,24 +21,21 @@ OF_FAMILY = {
 }
 
 
-def compare(run_of, tiny_model, tiny_tokenizer, ranks, family, pp, method, *settings):
-    """Train three steps on one process and over `pp` stages; every number must be the same."""
+def compare(run_of, tiny_model, tiny_tokenizer, ranks, family, mesh, method, *settings, only=(), tolerance=1e-12):
+    """Train on one process and over stages, `only` there by some settings; every number must be the same."""
     config = OF_FAMILY.get(family, LAYERS)
     settings = [("train.grad_accum", 4), ("plan.dispatch", "pipelined"), *settings]
-    chosen = [*settings, ("mesh.pp", pp), ("plan.pipeline", method)]
-    one, many = (
-        run_of(family, None, *settings, **config),
-        run_of(family, None, *chosen, **config),
-    )
+    one = run_of(family, None, *settings, **config)
+    many = run_of(family, mesh, *settings, ("plan.pipeline.method", method), *only, **config)
 
     def model():
         return tiny_model(family, dtype=torch.float64, **config)
 
     expected, weights = train_in_float64(one, model(), tiny_tokenizer, ALONE)
     seen = set()
-    for found, found_weights in ranks(lambda world: train_in_float64(many, model(), tiny_tokenizer, world), pp=pp):
+    for found, found_weights in ranks(lambda world: train_in_float64(many, model(), tiny_tokenizer, world), **mesh):
         for before, now in zip(expected, found, strict=True):
-            assert now == pytest.approx(before, rel=1e-12)
+            assert now == pytest.approx(before, rel=tolerance)
         for name, weight in found_weights.items():
             assert torch.allclose(weight, weights[name], rtol=1e-10, atol=1e-12), name
             seen.add(name)
@@ -48,28 +45,64 @@ def compare(run_of, tiny_model, tiny_tokenizer, ranks, family, pp, method, *sett
 @pytest.mark.parametrize("family", FAST)
 @pytest.mark.parametrize(("pp", "method"), [(2, "v-half"), (3, "1f1b")])
 def test_stages_compute_what_one_process_computes(run_of, tiny_model, tiny_tokenizer, ranks, family, pp, method):
-    compare(run_of, tiny_model, tiny_tokenizer, ranks, family, pp, method)
+    compare(run_of, tiny_model, tiny_tokenizer, ranks, family, {"pp": pp}, method)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", OTHERS)
 def test_any_family_is_divided(run_of, tiny_model, tiny_tokenizer, ranks, family):
-    compare(run_of, tiny_model, tiny_tokenizer, ranks, family, 2, "v-half")
+    compare(run_of, tiny_model, tiny_tokenizer, ranks, family, {"pp": 2}, "v-half")
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("llama", "fp32"), ("qwen3-moe", "bf16")])
-def test_a_checkpoint_goes_on_over_any_number_of_stages(run_of, ranks, text_file, family, dtype):
+FAR = [
+    ("plan.boundary.method", "offload"),
+    ("plan.boundary.disk", "4MiB"),
+    ("plan.optim.method", "stream-adamw"),
+    ("plan.optim.disk", "64MiB"),
+    ("plan.optim.chunk_bytes", 2**14),
+]
+SHARED = [("qwen3-moe", {"pp": 2, "dp": 2, "cp": 2, "ep": 2}, "1f1b", [("plan.dispatch.borrow_routes", 1), *FAR])]
+SLOWLY_SHARED = [
+    ("qwen3-moe", {"pp": 2, "dp": 2}, "1f1b", []),
+    ("gemma2", {"pp": 2, "dp": 2, "cp": 2}, "interlaced", []),
+    ("llama", {"pp": 2, "replicate": 2}, "1f1b", []),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "method", "only"),
+    [*SHARED, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOWLY_SHARED)],
+)
+def test_ranks_that_share_a_stage_compute_what_one_process_computes(
+    run_of, tiny_model, tiny_tokenizer, text_file, ranks, tmp_path, family, mesh, method, only
+):
+    only = [*only, *((f"plan.{peak}.folder", str(tmp_path)) for peak in ("boundary", "optim") if FAR[0] in only)]
+    held_out = [("data.eval", [str(text_file)]), ("data.eval_tokens", 112), ("train.clip", 0.5)]
+    compare(run_of, tiny_model, tiny_tokenizer, ranks, family, mesh, method, *held_out, only=only, tolerance=1e-10)
+
+
+SAVED = [
+    ("llama", "fp32", [{"pp": 4}, {"pp": 4}, {"pp": 2}]),
+    ("qwen3-moe", "bf16", [{"pp": 2, "dp": 2, "ep": 2}, {"pp": 2, "dp": 2, "cp": 2}, {"dp": 2}]),
+]
+
+
+@pytest.mark.parametrize(("family", "dtype", "meshes"), SAVED)
+def test_a_checkpoint_goes_on_over_any_ranks(run_of, ranks, text_file, family, dtype, meshes):
     settings = [("model.dtype", dtype), ("data.eval", [str(text_file)]), ("data.eval_tokens", 16 * 7)]
     settings += [("train.grad_accum", 3), ("plan.dispatch", "pipelined")]
-    first = run_of(family, {"pp": 4}, *settings, **LAYERS)
-    later = [dataclasses.replace(first, mesh=MeshSection(dp=1, pp=pp)) for pp in (4, 2, 1)]
+    first = run_of(family, meshes[0], *settings, **LAYERS)
+    later = [dataclasses.replace(first, mesh=MeshSection(**mesh)) for mesh in (*meshes[1:], {"dp": 1})]
     later = [dataclasses.replace(run, train=dataclasses.replace(run.train, steps=5)) for run in later]
-    ranks(lambda world: train_and_save(first, world), pp=4)
+    ranks(lambda world: train_and_save(first, world), **meshes[0])
     folder = first.save.dir / "checkpoints" / "step-00000003"
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert all(torch.isfinite(each).all() for each in model.parameters())
-    four, two = (ranks(lambda world, run=run: next_losses(run, world), pp=run.mesh.pp) for run in later[:2])
+    four, two = (
+        ranks(lambda world, run=run: next_losses(run, world), **mesh)
+        for run, mesh in zip(later[:2], meshes[1:], strict=True)
+    )
     [one] = ranks(lambda world: next_losses(later[2], world))
     assert len(set(four)) == len(set(two)) == 1  # every rank reports the same
     unit = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
@@ -96,7 +129,8 @@ def test_a_run_repeats_bit_for_bit_whatever_passes_took(run_of, ranks, tmp_path,
     [
         ([("mesh.pp", 2), ("plan.activation", "bitmap")], "`plan.activation` does not go with"),
         ([("mesh.pp", 2), ("plan.vocab", "plain")], "`plan.vocab` does not go with"),
-        ([("mesh.pp", 2), ("mesh.dp", 2)], r"`mesh.pp` \(2\) takes all ranks"),
+        ([("mesh.pp", 2), ("mesh.vp", 2)], r"`mesh.vp` \(2\) does not go with `mesh.pp` \(2\)"),
+        ([("mesh.pp", 2), ("mesh.dp", 2), ("plan.pipeline", "v-half")], "splits backward in two, and the weights of 2"),
         ([("plan.pipeline", "v-half")], "`plan.pipeline` has no effect without `mesh.pp`"),
     ],
 )
@@ -106,8 +140,11 @@ def test_what_stages_cannot_do_is_refused(run_of, settings, words):
 
 
 def test_a_pipeline_of_another_size_than_the_ranks_is_refused(run_of):
-    with pytest.raises(ValueError, match=r"`mesh.pp` \(2\) must be the 3 ranks"):
+    with pytest.raises(ValueError, match=r"`mesh.replicate` x `mesh.pp` \(1 x 2\) must divide the 3 ranks"):
         run_of("llama", {"pp": 2}).mesh.over(3)
+    with pytest.raises(ValueError, match=r"x `mesh.pp` x `mesh.dp` \(1 x 2 x 2\) must be the 6 .* `mesh.dp = 3`"):
+        run_of("llama", {"pp": 2, "dp": 2}).mesh.over(6)
+    assert run_of("llama", {"pp": 2}).mesh.over(4).dp == 2
 
 
 def test_a_run_shows_its_passes_beside_the_planned_ones(run_of, ranks):

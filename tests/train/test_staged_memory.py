@@ -21,10 +21,10 @@ from planish.train.session import optimizer_tensors
 CONTEXT, LAYERS, STEPS, VOCAB = 64, 4, 2, 300
 PIPELINED = ("plan.dispatch", "pipelined")
 CASES = {
-    "1f1b fp32": ("llama", 2, [("plan.pipeline", "1f1b"), ("train.grad_accum", 4)]),
+    "1f1b fp32": ("llama", {"pp": 2}, [("plan.pipeline", "1f1b"), ("train.grad_accum", 4)]),
     "v-half, vocab-1, experts, bf16": (
         "qwen3-moe",
-        2,
+        {"pp": 2},
         [
             ("plan.pipeline.method", "v-half"),
             ("plan.pipeline.head", "vocab-1"),
@@ -35,7 +35,7 @@ CASES = {
     ),
     "boundaries, attention and state on disk": (
         "qwen3",
-        2,
+        {"pp": 2},
         [
             ("plan.pipeline", "v-half"),
             ("plan.boundary", "offload"),
@@ -47,12 +47,17 @@ CASES = {
             ("train.grad_accum", 3),
         ],
     ),
-    "adapter": ("qwen3", 2, [("plan.pipeline", "v-half"), ("model.adapter", {"rank": 4}), ("train.grad_accum", 3)]),
+    "adapter": (
+        "qwen3",
+        {"pp": 2},
+        [("plan.pipeline", "v-half"), ("model.adapter", {"rank": 4}), ("train.grad_accum", 3)],
+    ),
     "1f1b, everything kept, three ranks": (
         "gemma2",
-        3,
+        {"pp": 3},
         [("plan.pipeline", "1f1b"), ("plan.boundary", "plain"), ("train.grad_accum", 2)],
     ),
+    "stages over shards": ("qwen3", {"pp": 2, "dp": 2}, [("plan.pipeline", "1f1b"), ("train.grad_accum", 3)]),
 }
 SLOW = ("adapter", "1f1b, everything kept, three ranks")
 # Whose the rows of the vocabulary are: everybody's in turn, but for cases whose point is another one.
@@ -100,7 +105,8 @@ def take_steps(run, world, size):
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
 def test_a_dry_run_of_a_stage_is_the_ledger_of_its_rank(model_folder, tmp_path, ranks, case):
-    family, pp, settings = CASES[case]
+    family, mesh, settings = CASES[case]
+    pp, peers = mesh["pp"], mesh.get("dp", 1)
     data = tmp_path / "ids.bin"
     base = [("model.from", str(model_folder(family, num_hidden_layers=LAYERS))), ("model.dtype", "fp32")]
     base += [("data.train", str(data)), ("data.eval", str(data)), ("data.eval_tokens", CONTEXT)]
@@ -110,11 +116,11 @@ def test_a_dry_run_of_a_stage_is_the_ledger_of_its_rank(model_folder, tmp_path, 
     for owner in OWNERS.get(case, range(pp)):
         own_ids(data, VOCAB, pp, owner)
         folder = ("save.dir", str(tmp_path / f"run-{owner}"))
-        run = load(None, [*base, ("mesh.pp", pp), folder, *settings])
-        answers = ranks(lambda world, run=run: measured(run, world), pp=pp)
+        run = load(None, [*base, *((f"mesh.{axis}", size) for axis, size in mesh.items()), folder, *settings])
+        answers = ranks(lambda world, run=run: measured(run, world), **mesh)[::peers]
         batches = answers[0][1]
         dry_runs = run_in_child(
-            lambda run=run, batches=batches: [dry_run(run, batches=batches, rank=i) for i in range(pp)]
+            lambda run=run, batches=batches: [dry_run(run, batches=batches, rank=i * peers) for i in range(pp)]
         )
         for rank, (dry, (records, _, num_params)) in enumerate(zip(dry_runs, answers, strict=True)):
             # Each parameter has a norm; names and shapes of what a checkpoint holds travel as text.

@@ -50,6 +50,15 @@ def test_v_half_is_taken_where_it_alone_fits(run_of, usual, half, chosen, words)
     assert asked == (["1f1b"] if usual <= 10 else ["1f1b", "v-half"])
 
 
+def test_it_is_not_where_ranks_share_stages(run_of):
+    run = run_of("llama", {"pp": 2, "dp": 2}, ("memory.budget", "10MiB"), num_hidden_layers=4)
+    predict, asked = prices(12 * MIB, 9 * MIB)
+    turns = take_turns(run, predict)
+    assert turns.run == run
+    assert asked == ["1f1b"]
+    assert turns.reasons[0].endswith("v-half takes stages of one rank each, and 2 share each of these")
+
+
 def test_it_is_told_how_long_its_passes_are(run_of):
     run = run_of("llama", {"pp": 2}, ("memory.budget", "10MiB"), num_hidden_layers=4)
     predict, _ = prices(12 * MIB, 9 * MIB)

@@ -59,7 +59,7 @@ class RunView:
         mesh, rows = run.mesh, run.rows_per_microbatch * run.train.grad_accum * run.mesh.readers
         ranks = "" if mesh.size == 1 else f" over {mesh.replicate} x {mesh.dp} ranks (replicate x dp)"
         if mesh.pp > 1:
-            ranks = f" on the first of {mesh.pp} ranks of a pipeline"
+            ranks = f" on the first of {mesh.pp} ranks of a pipeline" + ("" if mesh.peers == 1 else ranks)
         self.note(
             f"{count:,} parameters in {run.model.dtype}{ranks}, {rows} rows of "
             f"{run.data.context:,} tokens a step; {format_bytes(ledger.live_bytes)} of tensors before the first step, "

@@ -2,7 +2,8 @@
 
 [Note: views] Degrees are choices of their own: each view lays all ranks out anew, and a degree need only divide the
 ranks, not what another degree leaves. So dense weights are sharded over all ranks while the same ranks share rows by
-twos, experts by eights and the vocabulary by fours.
+twos, experts by eights and the vocabulary by fours. Only stages of a pipeline come first: ranks that hold the same
+layers, which lie beside one another, are all that the other degrees divide.
 """
 
 from collections.abc import Mapping
@@ -38,21 +39,24 @@ def views(mesh: MeshSection) -> tuple[View, ...]:
         >>> [dict(each.axes) for each in views(MeshSection(dp=4, cp=2, vp=4))]
         [{'replicate': 1, 'dp': 4}, {'copies': 1, 'vp': 4}, {'copies': 2, 'cp': 2}]
     """
-    if mesh.pp > 1:
-        return (View(name="weights", axes={"pp": mesh.pp}),)
-    num_shards = mesh.dp or 1
-    found = [View(name="weights", axes={"replicate": mesh.replicate, "dp": num_shards})]
+    num_shards, stages = mesh.dp or 1, {"pp": mesh.pp} if mesh.pp > 1 else {}
+    found = [View(name="weights", axes={**stages, "replicate": mesh.replicate, "dp": num_shards})]
+    if mesh.pp > 1 and mesh.peers > 1:
+        found.append(View(name="peers", axes={**stages, "peers": mesh.peers}))
     if mesh.ep > 1:
-        axes = {"replicate": mesh.replicate, "copies": num_shards // mesh.ep, "ep": mesh.ep}
+        axes = {**stages, "replicate": mesh.replicate, "copies": num_shards // mesh.ep, "ep": mesh.ep}
         found.append(View(name="experts", axes=axes, together=("copies", "ep")))  # a norm is summed over both at once
     for name, axis, degree in (("vocab", "vp", mesh.vp), ("sequence", "cp", mesh.cp)):
         if degree > 1:
-            found.append(View(name=name, axes={"copies": mesh.size // degree, axis: degree}))
+            found.append(View(name=name, axes={**stages, "copies": mesh.peers // degree, axis: degree}))
     return tuple(found)
 
 
 def make(mesh: MeshSection, device_type: str, *, assumed: bool = False) -> dict[str, DeviceMesh]:
     """Return the meshes of a run by the names of its views; every rank calls it with the same mesh.
+
+    Of a pipeline each is that of the ranks which hold the same layers as this one, and "pipeline" is of those that
+    hold the others.
 
     Every group bears the run's time-out, which torch gives to the first one alone, and has met once: connections that
     are first made in the middle of a step, where ranks come in several orders, are a known way to hang.
@@ -76,6 +80,9 @@ def make(mesh: MeshSection, device_type: str, *, assumed: bool = False) -> dict[
         if not assumed:
             for group in groups:
                 _meet(group, device_type, timedelta(seconds=mesh.timeout_s))
+        if "pp" in view.axes:
+            made.setdefault("pipeline", found["pp"])
+            found = found[tuple(axis for axis in view.axes if axis != "pp")]
         made[view.name] = found
     return made
 

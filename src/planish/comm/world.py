@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planish import errors
@@ -34,11 +35,13 @@ class World:
     Attributes:
         rank: This process, from 0.
         size: How many there are.
-        mesh: Axes "replicate" x "dp" over the ranks, or of a pipeline "pp"; None where there is one rank.
+        mesh: Axes "replicate" x "dp" over the ranks that hold the same layers; None where there is one rank.
         experts: Axes "replicate" x "copies" x "ep" over the same ranks; None where experts are not spread.
         vocab: Axes "copies" x "vp" over the same ranks; None where they do not share the vocabulary.
         assumed: The others are not there, and are taken to give what this rank gives.
-        pipeline: Axis "pp" over the ranks, whose stages all work on the same rows; None where there is no pipeline.
+        pipeline: Axis "pp" over ranks with different layers, which all work on the same rows; None where there is no
+            pipeline. Ranks with the same layers lie beside one another.
+        together: Those with the same layers, in one group; None where they are all of them, or one.
         sequence: Axes "copies" x "cp" over the same ranks; None where each has whole rows.
         timeout: After which a rank that does not answer is lost; None: torch's own.
     """
@@ -50,16 +53,27 @@ class World:
     vocab: DeviceMesh | None = None
     assumed: bool = False
     pipeline: DeviceMesh | None = None
+    together: dist.ProcessGroup | None = None
     sequence: DeviceMesh | None = None
     timeout: timedelta | None = None
 
     @property
     def reader(self) -> tuple[int, int]:
         """Which rows this rank takes of each batch: those of the reader (number, of so many)."""
-        if self.pipeline is not None:
-            return 0, 1
         _, sharers = self.place
-        return self.rank // sharers, self.size // sharers
+        return (self.rank - self.peers.start) // sharers, len(self.peers) // sharers
+
+    @property
+    def seat(self) -> tuple[int, int]:
+        """Which rank of its pipeline this one is: (number, of so many)."""
+        size = 1 if self.pipeline is None else self.pipeline.size()
+        return self.rank * size // self.size, size
+
+    @property
+    def peers(self) -> range:
+        """The ranks that hold the same layers as this one, itself among them."""
+        seat, seats = self.seat
+        return range(seat * self.size // seats, (seat + 1) * self.size // seats)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -80,7 +94,7 @@ class World:
     @property
     def counts(self) -> bool:
         """Whether other ranks have tokens of their own."""
-        return self.size > 1 and self.pipeline is None
+        return len(self.peers) > 1
 
     @property
     def leads(self) -> bool:
@@ -89,7 +103,7 @@ class World:
 
     def sum(self, number: int) -> int:
         """Return the sum of `number` over ranks with tokens of their own. Communication: one all-reduce of 8 bytes."""
-        return self._reduce(number, dist.ReduceOp.SUM) if self.counts else number
+        return self._reduce(number, dist.ReduceOp.SUM, self.together) if self.counts else number
 
     def max(self, number: int) -> int:
         """Return the largest `number` of any rank. Communication: one all-reduce of 8 bytes."""
@@ -98,18 +112,18 @@ class World:
     def add(self, tensor: Tensor) -> Tensor:
         """Return `tensor`, summed over ranks with tokens of their own. Communication: one all-reduce of its bytes."""
         if self.counts:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.together)
         return tensor
 
     def norm(self, part: Tensor) -> Tensor:
-        """Return the norm of what the stages of a pipeline hold together, `part` of it here.
+        """Return the norm of what the ranks of a pipeline hold together, `part` of it here.
 
         Communication: one all-reduce of a number, in a pipeline.
         """
         if self.pipeline is None:
             return part
         squared = part.double().square()
-        dist.all_reduce(squared)
+        dist.all_reduce(squared, group=self.pipeline.get_group())
         return squared.sqrt()
 
     def gather(self, value: Any) -> list[Any]:
@@ -121,8 +135,14 @@ class World:
         return [json.loads(text) for text in texts]
 
     def second_group(self) -> dist.ProcessGroup:
-        """Return another group of all ranks, with the first one's time-out, for what is not to wait for it."""
-        return dist.new_group(timeout=self.timeout)
+        """Return another group of this rank's pipeline, with the first one's time-out, for what is not to wait for it.
+
+        All ranks call it together.
+        """
+        num_peers = len(self.peers)
+        pipelines = [list(range(first, self.size, num_peers)) for first in range(num_peers)]
+        made = [dist.new_group(ranks, timeout=self.timeout) for ranks in pipelines]
+        return made[self.rank % num_peers]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -170,14 +190,14 @@ class World:
                 self._publish("", f"{type(error).__name__}: {error}{_where(error)}")
             raise
 
-    def _reduce(self, number: int, op: Any) -> int:
+    def _reduce(self, number: int, op: Any, group: dist.ProcessGroup | None = None) -> int:
         if self.size == 1:
             return number
         if self.assumed:
-            return number * self.size if op is dist.ReduceOp.SUM else number
+            return number * len(self.peers) if op is dist.ReduceOp.SUM else number
         assert self.mesh is not None
         value = torch.tensor(number, dtype=torch.int64, device=self.mesh.device_type)
-        dist.all_reduce(value, op)
+        dist.all_reduce(value, op, group=group)
         return int(value)
 
     def _publish(self, kind: str, sentence: str) -> None:
@@ -286,8 +306,8 @@ def _why_not_met(error: Exception, store: dist.Store | None, mesh: MeshSection) 
 def assume(mesh: MeshSection, *, device_type: str, rank: int = 0) -> Iterator[World]:
     """Return the world of one rank of `mesh` with no other rank there: collectives leave the data as it is.
 
-    No other process group may be there meanwhile. DTensor remembers the place of this rank beyond it, so that a
-    process may only become the same rank of such a mesh afterwards; a pipeline has no DTensors that move.
+    No other process group may be there meanwhile. DTensor remembers the place of this rank among those with the same
+    layers beyond it, so that a process may only take the same place afterwards.
 
     Args:
         mesh: The ranks.
@@ -302,6 +322,7 @@ def assume(mesh: MeshSection, *, device_type: str, rank: int = 0) -> Iterator[Wo
         yield _world(mesh, device_type, rank=rank, assumed=True)
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it holds groups that are gone, and takes another rank's mesh for this one's
 
 
 def _world(mesh: MeshSection, device_type: str, *, rank: int = 0, assumed: bool = False) -> World:
@@ -313,7 +334,8 @@ def _world(mesh: MeshSection, device_type: str, *, rank: int = 0, assumed: bool 
         experts=made.get("experts"),
         vocab=made.get("vocab"),
         sequence=made.get("sequence"),
-        pipeline=made["weights"] if mesh.pp > 1 else None,
+        pipeline=made.get("pipeline"),
+        together=made["peers"].get_group() if "peers" in made else None,
         assumed=assumed,
         timeout=timedelta(seconds=mesh.timeout_s),
     )

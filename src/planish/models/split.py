@@ -85,6 +85,13 @@ def open_decoder(anatomy: Anatomy) -> Decoder:
     return decoder
 
 
+def modules_of(decoder: Decoder, layers: range) -> list[nn.Module]:
+    """Return what a stage runs: its layers, and the norm behind the last one of all."""
+    whole = list(decoder.list)
+    last = decoder.norm is not None and layers.stop == len(whole)
+    return [whole[i] for i in layers] + ([getattr(decoder.backbone, decoder.norm)] if last else [])
+
+
 class StageView:
     """One stage of a decoder. See [Note: views].
 
@@ -99,17 +106,13 @@ class StageView:
     def __init__(self, decoder: Decoder, layers: range, *, packed: bool) -> None:
         whole, self._packed = list(decoder.list), packed
         entries = [each if i in layers else Elsewhere(each) for i, each in enumerate(whole)]
-        self.modules = [whole[i] for i in layers]
         before = entries[layers.start - 1] if layers.start else None
         self._entrance = before if isinstance(before, Elsewhere) else None
         self._scale = None if self._entrance else decoder.scale
         self._view = copy.copy(decoder.backbone)
         self._view._modules = {**decoder.backbone._modules, decoder.layers: nn.ModuleList(entries)}
-        if decoder.norm is not None:
-            if layers.stop < len(whole):
-                self._view._modules[decoder.norm] = nn.Identity()
-            else:
-                self.modules.append(getattr(decoder.backbone, decoder.norm))
+        if decoder.norm is not None and layers.stop < len(whole):
+            self._view._modules[decoder.norm] = nn.Identity()
 
     def __call__(self, hidden: Tensor, batch: Any) -> Tensor:
         """Return hidden states [B, S, D] behind the stage's layers, each document attending to itself.

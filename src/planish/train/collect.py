@@ -41,11 +41,11 @@ class Collected:
 
     All ranks iterate together.
 
-    Memory:        one group, on rank 0.
-    Communication: each weight goes once to rank 0.
+    Memory:        one group, on rank 0; of shards one whole weight, on the others.
+    Communication: each weight goes once to rank 0; shards are gathered first.
 
     Args:
-        weights: This rank's; rows of a shared one as a DTensor.
+        weights: This rank's; shards, and rows of a shared one, as DTensors.
         world: The ranks of a pipeline.
         whole: All weights, where the other ranks are assumed: what is not here is taken to be the next one's.
     """
@@ -79,8 +79,10 @@ class Collected:
         """Return a weight on rank 0; elsewhere do what that takes."""
         here, world = self._weights.get(name), self._world
         if isinstance(here, DTensor):
-            whole = reduced(here)
-            return whole if world.leads else None
+            whole = reduced(here)  # among those that share it
+            if here.device_mesh == world.pipeline:
+                return whole if world.leads else None
+            here = whole
         owner = self._holders[name][0]
         if world.leads and here is None:
             here = torch.empty_like(self._outlines[name], device=world.mesh.device_type)

@@ -125,8 +125,8 @@ def dry_run(
         batches: Sizes to assume, in order and again from the first, as a rank takes them; none: the largest that the
             run can meet.
         device_type: The device whose memory is asked about; a CUDA device need not be there.
-        rank: Of the pipeline, the rank that is asked about; the rows of the vocabulary that a batch needs are taken to
-            be all its own, and all different, the most that they can be.
+        rank: Of a pipeline, the rank that is asked about, the first of those that hold its layers; the rows of the
+            vocabulary that a batch needs are taken to be all its own, and all different, the most that they can be.
         adapt: Changes the engine before its first step.
 
     Raises:
@@ -212,9 +212,10 @@ def _steps(job: Job) -> list[StepMemory]:
     copies DDP sorts its buckets anew, which needs data.
     """
     mesh = job.run.mesh
-    copied = mesh.size > 1 and not mesh.sharded
-    taken = [train_step(job, step).memory for step in range(1, 1 + (1 if copied else _STEPS))]
-    return taken[1:] if mesh.sharded else taken
+    shards = mesh.sharded or (mesh.pp > 1 and mesh.peers > 1)
+    one = mesh.size > 1 and not shards
+    taken = [train_step(job, step).memory for step in range(1, 1 + (1 if one else _STEPS))]
+    return taken[1:] if shards else taken
 
 
 def _draw(config: PretrainedConfig, run: RunFile, device_type: str) -> PreTrainedModel:

@@ -39,8 +39,8 @@ def evaluate(engine: Engine, batches: Iterable[Batch]) -> EvalReport:
             num_valid += batch.num_valid
             num_bytes = None if num_bytes is None or batch.num_bytes is None else num_bytes + batch.num_bytes
     model.train()
-    ranks = engine.world.gather([losses, num_valid, num_bytes])
-    ranks = ranks if engine.world.counts else ranks[:1]
+    everywhere = engine.world.gather([losses, num_valid, num_bytes])
+    ranks = [everywhere[rank] for rank in engine.world.peers]
     total, num_valid = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
     num_bytes = None if any(rank[2] is None for rank in ranks) else sum(rank[2] for rank in ranks)
     if num_valid == 0:

@@ -71,7 +71,7 @@ def predict(run: RunFile, say: Say) -> Prediction:
     if table is not None:
         return Prediction(estimate=price(run, table), table=table)
     if run.mesh.pp > 1:
-        say(f"running a step of each of {run.mesh.pp} ranks on tensors without data ...")
+        say(f"running a step of each of {run.mesh.pp} ranks of a pipeline on tensors without data ...")
     return Prediction(estimate=by_dry_run(run), table=None)
 
 
@@ -196,17 +196,19 @@ def by_dry_run(run: RunFile) -> Estimate:
     """
     shape = batch_shape(run)
     cut = {"first_document": 1, "num_valid": shape.tokens - 1} if shape.context > 1 else {}
-    ranks = [_dry_run(run, rank, cut) for rank in range(run.mesh.pp)]
+    firsts = range(0, run.mesh.size, run.mesh.size // run.mesh.pp)  # of the ranks that hold the same layers
+    ranks = [_dry_run(run, rank, cut) for rank in firsts]
     most = {phase: max(each[phase].peak_bytes for each in ranks) for phase in ranks[0]}
-    for rank, found in enumerate(ranks if cut else ()):
+    for seat, found in enumerate(ranks if cut else ()):
         if any(price.peak_bytes >= 0.98 * most[phase] for phase, price in found.items()):
-            whole = _dry_run(run, rank, {})
-            ranks[rank] = {phase: max(found[phase], whole[phase], key=_by_peak) for phase in found}
+            whole = _dry_run(run, firsts[seat], {})
+            ranks[seat] = {phase: max(found[phase], whole[phase], key=_by_peak) for phase in found}
     if run.mesh.pp == 1:
         return Estimate(phases=ranks[0])
     phases = {}
     for phase in most:
-        rank, price = max(((rank, each[phase]) for rank, each in enumerate(ranks)), key=lambda each: _by_peak(each[1]))
+        each_rank = ((rank, each[phase]) for rank, each in zip(firsts, ranks, strict=True))
+        rank, price = max(each_rank, key=lambda each: _by_peak(each[1]))
         phases[phase] = replace(price, where=f"{price.where} on rank {rank}")
     peaks = tuple(max(price.peak_bytes for price in each.values()) for each in ranks)
     return Estimate(phases=phases, ranks=peaks)

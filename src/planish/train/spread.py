@@ -67,10 +67,15 @@ class Spread:
 
     def __init__(self, anatomy: Anatomy, world: World) -> None:
         assert world.mesh is not None
+        if world.experts is not None:
+            require_experts(anatomy)
         self._step, self._last = StepModule(anatomy.model), True
         self.buckets = world.mesh["dp"].size() == 1
         if not self.buckets:
-            _shard(self._step, anatomy, world)
+            full = dict(anatomy.model.named_parameters()) if world.leads else {}
+            whole = {name: param.detach() for name, param in full.items()}
+            shard([self._step], anatomy, world)
+            _deal(anatomy.model, whole, world)
             if world.vocab is not None and world.vocab["copies"].size() > 1:
                 for each in _of_the_vocabulary(anatomy):
                     each.register_post_accumulate_grad_hook(self._add_up)
@@ -84,10 +89,7 @@ class Spread:
     def _add_up(self, param: Tensor) -> None:
         """Add up the gradient of rows of the vocabulary over the ranks that hold the same ones, once it is complete."""
         if self._last:
-            grad, group = param.grad.to_local(), param.device_mesh.get_group("copies")
-            wide = grad if grad.itemsize >= 4 else grad.float()
-            dist.all_reduce(wide, group=group)
-            grad.copy_(wide)
+            add_up(param.grad.to_local(), param.device_mesh.get_group("copies"))
 
     def bind(self, loss: LocalLoss) -> None:
         """Compute the loss by `loss` from now on."""
@@ -136,7 +138,26 @@ def _by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return list(found.values()) or [[]]
 
 
-def _shard(step: StepModule, anatomy: Anatomy, world: World) -> None:
+def add_up(grad: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Sum `grad` over the ranks of `group` in place, in fp32 where it is narrower."""
+    wide = grad if grad.itemsize >= 4 else grad.float()
+    dist.all_reduce(wide, group=group)
+    grad.copy_(wide)
+
+
+def shard(roots: Sequence[nn.Module], anatomy: Anatomy, world: World) -> None:
+    """Let FSDP2 shard the layers of a model, and what else is in `roots`, over the ranks that hold the same layers.
+
+    The shards are not filled yet, where this rank has no weights.
+
+    Args:
+        roots: What runs layers: FSDP2 exchanges at their beginning and end.
+        anatomy: The model; experts over ranks and rows of a shared vocabulary in it are replaced by this rank's.
+        world: More than one rank with the same layers.
+
+    Raises:
+        UsageError: Copies of experts that cannot be split over their ranks.
+    """
     assert world.mesh is not None
     dp = world.mesh["dp"].size()
     mesh = world.mesh if world.mesh["replicate"].size() > 1 else world.mesh["dp"]
@@ -144,20 +165,17 @@ def _shard(step: StepModule, anatomy: Anatomy, world: World) -> None:
     def placement(param: nn.Parameter) -> Shard:
         return Shard(shard_axis(tuple(param.shape), dp))
 
-    full = dict(anatomy.model.named_parameters()) if world.leads else {}
-    whole = {name: param.detach() for name, param in full.items()}
     narrow = next(anatomy.model.parameters()).itemsize < 4
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
     whole_here = set() if world.experts is None else _spread_experts(anatomy, world.experts, policy)
     if world.vocab is not None:
         whole_here |= _share_vocabulary(anatomy, world.vocab)
-    for module in (*_of_another_dtype(anatomy.model), *anatomy.layers.values(), step):
+    for module in (*_of_another_dtype(anatomy.model), *anatomy.layers.values(), *roots):
         fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, ignored_params=whole_here)
-    for module in step.modules():
+    for module in (each for root in roots for each in root.modules()):
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(enable=True)
-    _deal(anatomy.model, whole, world)
 
 
 def _of_another_dtype(model: PreTrainedModel) -> list[nn.Module]:
@@ -169,11 +187,6 @@ def _of_another_dtype(model: PreTrainedModel) -> list[nn.Module]:
 def _spread_experts(anatomy: Anatomy, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
     """Leave on each rank its experts, sharded over those that hold the same ones; return what is not sharded."""
     modules = find_experts(anatomy.model, anatomy.layers).modules.values()
-    if not modules:
-        raise UsageError(
-            f"`mesh.ep` spreads experts, and {type(anatomy.model).__name__} has none that transformers' experts "
-            "interface runs; leave `mesh.ep` out."
-        )
     for module in modules:
         for name, param in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(_own_part(param, mesh), requires_grad=param.requires_grad))
@@ -196,6 +209,19 @@ def _spread_experts(anatomy: Anatomy, mesh: DeviceMesh, policy: MixedPrecisionPo
         mesh = next(module.parameters()).device_mesh  # FSDP2 wants the very object; DTensor may know an equal one
         fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, dp_mesh_dims=axes)
     return set()
+
+
+def require_experts(anatomy: Anatomy) -> None:
+    """Refuse a model without experts.
+
+    Raises:
+        UsageError: It has none.
+    """
+    if not find_experts(anatomy.model, anatomy.layers).modules:
+        raise UsageError(
+            f"`mesh.ep` spreads experts, and {type(anatomy.model).__name__} has none that transformers' experts "
+            "interface runs; leave `mesh.ep` out."
+        )
 
 
 def _of_the_vocabulary(anatomy: Anatomy) -> list[nn.Parameter]:
@@ -238,10 +264,14 @@ def _deal(model: nn.Module, whole: dict[str, Tensor], world: World) -> None:
         for name, param in model.named_parameters():
             assert isinstance(param, DTensor)
             tensor = whole.pop(name) if world.leads else torch.empty(param.shape, dtype=param.dtype, device=device)
-            dealt = distribute_tensor(tensor, param.device_mesh, param.placements)
-            param.to_local().copy_(dealt.to_local())
+            deal(param, tensor)
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
+
+
+def deal(param: DTensor, whole: Tensor) -> None:
+    """Fill a rank's part of `param` from `whole`, which the first of the ranks that share it knows."""
+    param.to_local().copy_(distribute_tensor(whole, param.device_mesh, param.placements).to_local())
 
 
 def _sum_bucket(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -31,7 +31,8 @@ from planish.pipeline.run.runner import Parts, PipelineRun, StageLayers
 from planish.pipeline.schedule import Schedule
 from planish.pipeline.simulate import Timeline
 from planish.pipeline.workload import Workload
-from planish.train.stages import Cut, FarRows, cut
+from planish.train.spread import add_up
+from planish.train.stages import Cut, FarRows, StageModule, cut
 from planish.train.tensor_files import FarTensor
 from planish.train.turns import faster_turns
 
@@ -50,7 +51,7 @@ _MEASURED_STEP, _SHOWN_STEP = 2, 3
 
 
 class Staged:
-    """One rank's stages. All ranks call the same methods with the same batches.
+    """One rank's stages. All ranks of a pipeline call the same methods with the same batches, all others with theirs.
 
     Once passes were measured, schedules are made anew, if no rank holds more with them but for `spare`. Each parameter
     adds up its microbatches in their order whatever the schedule, so that a run repeats bit for bit; but a tied weight
@@ -90,7 +91,8 @@ class Staged:
         self.spare = 0 if tied else SPARE
         anatomy, decoder = part.anatomy, part.decoder
         packed = isinstance(plan.attention, Packed)
-        views = [StageView(decoder, layers, packed=packed) for layers in part.layers]
+        for stage, layers in zip(part.stages, part.layers, strict=True):
+            stage.run = StageView(decoder, layers, packed=packed)
         shape = {"start": min(part.rows.start, part.vocab_size), "vocab_size": part.vocab_size}
         self._flow = Flow(
             width=anatomy.hidden_size,
@@ -100,7 +102,7 @@ class Staged:
             assumed=world.assumed,
         )
         parts = Parts(
-            stages=[StageLayers(forward=_taped(view, end_tape), modules=view.modules) for view in views],
+            stages=[StageLayers(forward=_taped(each, end_tape), modules=list(each.parts)) for each in part.stages],
             embedding=Shard(weight=decoder.embedding.weight, **shape),
             padding_idx=decoder.embedding.padding_idx,
             head=ShardedHead(
@@ -131,6 +133,7 @@ class Staged:
         self._began_s = time.perf_counter()
         with self._ledger.phase("forward"):
             losses = self._run.step(batches, upstream=upstream)
+            self._add_up()
         self._took_s = time.perf_counter() - self._began_s
         for name, param in self._part.anatomy.model.named_parameters():
             if param.grad is not None:
@@ -143,6 +146,12 @@ class Staged:
                 self._run.forget_schedules()
         return losses
 
+    def _add_up(self) -> None:
+        """Sum the gradients of rows of the vocabulary over the ranks that hold the same ones."""
+        for param in self._part.shared.values() if self._world.counts else ():
+            if param.grad is not None:
+                add_up(param.grad, self._world.together)
+
     def enough(self, num_microbatches: int) -> int:
         """Return how many microbatches hold at once what so many do."""
         return enough_microbatches(self._pace.schedule, num_microbatches)
@@ -152,8 +161,8 @@ class Staged:
         return self._run.losses(batches)
 
     def passes(self) -> list[list[Pass]]:
-        """Return what each rank did in the last step, by rank. Communication: one all-gather."""
-        return self._world.gather(self._passes)
+        """Return what each rank of the first pipeline did in the last step. Communication: one all-gather."""
+        return self._world.gather(self._passes)[:: len(self._world.peers)]
 
     @property
     def shown(self) -> bool:
@@ -178,14 +187,14 @@ class Staged:
 
     def remark(self) -> str | None:
         """Return what the last step that is shown says of another schedule, or None. Communication: one all-gather."""
-        if self._steps != _SHOWN_STEP:
+        if self._steps != _SHOWN_STEP or self._world.counts:  # shards take 1F1B alone
             return None
         assert self._used is not None
         times = times_of([each for rank in self.passes() for each in rank], num_layers=sum(self._pace.layers))
         if times is None:
             return None
         work = replace(self._pace.work, microbatches=self._used[0].num_microbatches).timed(times)
-        return faster_turns(self._plan.pipeline or Pipeline(), work, self._world.size)
+        return faster_turns(self._plan.pipeline or Pipeline(), work, self._world.seat[1])
 
     def sharded(self, name: str, tensor: Tensor | FarTensor) -> Tensor | FarTensor:
         """Return what belongs to parameter `name`, of a shared one as a part of all ranks' rows."""
@@ -212,7 +221,7 @@ class Staged:
             torch.cuda.synchronize()
 
 
-def _taped(view: StageView, end_tape: Sequence[Callable[[], None]]) -> Callable[[Tensor, Any], Tensor]:
+def _taped(view: StageModule, end_tape: Sequence[Callable[[], None]]) -> Callable[[Tensor, Any], Tensor]:
     """Return a stage's forward that ends its tape: what lives until its backward is of one microbatch."""
 
     def forward(hidden: Tensor, batch: Any) -> Tensor:
@@ -231,9 +240,10 @@ def most_in_flight(pace: Pace, world: World) -> int:
         pace: Makes the schedules.
         world: The ranks of the pipeline.
     """
-    schedule = pace.schedule(4 * world.size + 9)
+    seat, seats = world.seat
+    schedule = pace.schedule(4 * seats + 9)
     flying = in_flight_of_stages(schedule)
-    return max(flying[stage] for stage, rank in enumerate(schedule.stage_ranks) if rank == world.rank)
+    return max(flying[stage] for stage, owner in enumerate(schedule.stage_ranks) if owner == seat)
 
 
 def divide(anatomy: Anatomy, plan: Plan, world: World) -> tuple[Cut, Pace]:
@@ -255,7 +265,7 @@ def divide(anatomy: Anatomy, plan: Plan, world: World) -> tuple[Cut, Pace]:
             "`model.adapter.targets`."
         )
     pipeline = plan.pipeline or Pipeline()
-    pace = Pace(pipeline, _work(anatomy, plan), world.size)
+    pace = Pace(pipeline, _work(anatomy, plan), world.seat[1])
     return cut(anatomy, pace.layers, pace.schedule(1).stage_ranks, world), pace
 
 

@@ -53,6 +53,9 @@ def take_turns(run: RunFile, predict: Callable[[RunFile], Prediction]) -> Turns:
     if usual_bytes <= budget_bytes:
         return Turns(run=run, prediction=prediction, reasons=(f"pipeline = 1f1b: {format_bytes(usual_bytes)} fit",))
     short = f"1f1b needs {format_bytes(usual_bytes)}, {format_bytes(usual_bytes - budget_bytes)} too much"
+    if run.mesh.peers > 1:
+        why = f"v-half takes stages of one rank each, and {run.mesh.peers} share each of these"
+        return Turns(run=run, prediction=prediction, reasons=(f"pipeline = 1f1b: {short}; {why}",))
     half = replace(run, plan=replace(run.plan, pipeline=_HALF))
     work = workload_of(run, measured_times(run.save.dir, run))
     if work.layers < run.mesh.pp * _HALF.stages_per_rank:
