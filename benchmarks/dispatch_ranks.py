@@ -8,7 +8,9 @@ plan and borrowed weights are ours and whose rows all come at once. *planish*: `
 profiles; then the published shape of 65,536 tokens scaled down so that weights, resident rows and routed rows keep
 their proportions (width, inner width and tokens over 32; 128 experts, 8 a token), operands included, with all experts
 resident as in the paper's harness and with a rank's own; what is saved is of *levelled*, and of LLEP's published
-peak over 1,024. `time`: wall seconds of both passes, the slowest rank.
+peak over 1,024. That peak is the weights, 8.5 rows a token and what is in flight, in both passes: it has no room for
+the weights' gradients. `without weights' gradients` is the same sum, experts frozen. `time`: wall seconds of both
+passes, the slowest rank.
 """
 
 import argparse
@@ -183,9 +185,12 @@ def ways(shape: Shape, ids: Tensor) -> dict[str, Callable[..., Tensor]]:
     return {"plain": plain, "levelled": levelled, "planish": planish}
 
 
-def memory(rank: int, shape: Shape, profile: Profile) -> dict[str, dict[str, int]]:
+def memory(rank: int, shape: Shape, profile: Profile, frozen: bool = False) -> dict[str, dict[str, int]]:
     """Return each way's forward and backward peaks beside the operands, and the bytes of those."""
     leaves, ids, upstream = draw(shape, profile, rank)
+    for weight in leaves[2:]:
+        weight.requires_grad_(not frozen)
+    wanted = [each for each in leaves if each.requires_grad]
     found = {}
     for name, run in ways(shape, ids).items():
         with Ledger() as ledger:
@@ -193,7 +198,7 @@ def memory(rank: int, shape: Shape, profile: Profile) -> dict[str, dict[str, int
                 result = run(*leaves)
             _settle()
             with ledger.phase("backward"):
-                grads = torch.autograd.grad(result, leaves, upstream)
+                grads = torch.autograd.grad(result, wanted, upstream)
             del result, grads
         peaks = {phase: ledger.peak_bytes[phase] for phase in ("forward", "backward")}
         found[name] = peaks | {
@@ -282,17 +287,22 @@ def measure_memory(processes: Processes) -> dict[str, Any]:
             print(f"{phase:9s} {way:9s} most / least of the published profiles {max(sizes) / min(sizes):.4f}")
     for profile in (Profile(), Profile(percent=80, hot=16), Profile(percent=95, hot=16), Profile(percent=50, hot=4)):
         found = worst(processes.ask(memory, SCALED, profile))
+        frozen = worst(processes.ask(memory, SCALED, profile, True))
         saved = {}
         for resident, copies in (("all experts", SCALED.num_ranks), ("own experts", 1)):
-            for passes, phases in (("forward", ["forward"]), ("both passes", ["forward", "backward"])):
+            for passes, phases, bytes_of in (
+                ("forward", ["forward"], found),
+                ("both passes", ["forward", "backward"], found),
+                ("both passes without weights' gradients", ["forward", "backward"], frozen),
+            ):
                 peaks = {
                     way: max(each[phase] for phase in phases) + each["rows"] + copies * each["weights"]
-                    for way, each in found.items()
+                    for way, each in bytes_of.items()
                 }
                 saved[f"{resident}, {passes}"] = 1 - peaks["planish"] / peaks["levelled"]
                 if copies > 1:
                     saved[f"{resident}, {passes}, of the published"] = 1 - peaks["planish"] / PUBLISHED_BYTES
-        figures["scaled"][profile.name] = {"bytes": found, "saved": saved}
+        figures["scaled"][profile.name] = {"bytes": found, "bytes, frozen": frozen, "saved": saved}
         print(f"{profile.name:9s}", *(f"{way} {_mib(peaks)}" for way, peaks in found.items()))
         print(f"{'saved':>9s}", *(f"{name}: {share:.1%};" for name, share in saved.items()))
     return figures
