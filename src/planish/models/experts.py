@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from planish.methods import Pipelined
 from planish.peaks.dispatch.experts import Weights
 from planish.peaks.dispatch.gates import Activation, ClampedGlu, Gate, Glu, Single
 from planish.peaks.dispatch.least_loaded import Balance
-from planish.peaks.dispatch.pipelined import Load, Options, pipelined_experts, sizes_of
+from planish.peaks.dispatch.pipelined import Load, Options, pipelined_experts, read_ends, sizes_of
 from planish.peaks.dispatch.replay import replayed
 from planish.peaks.dispatch.spread import spread_experts
 from planish.peaks.dispatch.trip import Ranks
@@ -162,11 +163,12 @@ def install_experts(
     def forward(experts: nn.Module, hidden: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
         weights, gate = weights_of(experts), gates[experts]
         sizes = sizes_of(hidden, ids, scores, weights, gate)
+        rows = tile_rows(sizes, method.tile_bytes)
         options = Options(
             gate=gate,
-            tile_rows=tile_rows(sizes, method.tile_bytes),
+            tile_rows=rows,
             block_rows=method.block_rows or max(1, len(hidden)),
-            read=_assumed if dry else Tensor.tolist,
+            read=partial(_assumed, rows) if dry else read_ends,
             seen=seen,
         )
         if experts in ranks:
@@ -191,6 +193,6 @@ def install_experts(
     return restore
 
 
-def _assumed(ends: Tensor) -> list[int]:
-    """Return one route, of the first expert: how many there are decides about nothing that is allocated."""
-    return [1] * len(ends)
+def _assumed(tile_rows: int, ends: Tensor, routes: int) -> list[int]:
+    """Return one tile of routes, of the first expert: more tiles allocate nothing more."""
+    return [min(tile_rows, routes)] * len(ends)

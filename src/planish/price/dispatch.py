@@ -29,10 +29,12 @@ class Experts:
         columns: Columns of the first product: `width`, or twice that where there is a gate.
         num_experts: Experts that this rank holds.
         top_k: Experts of one token.
-        biased: Whether both products have a bias.
         itemsize: Bytes of one number of hidden states and weights.
         product_itemsize: Of one number of the products; more than `itemsize` where the CPU has no such products.
         score_itemsize: Of one number of the scores.
+        biased: Whether both products have a bias.
+        transposed: Whether a row multiplies the weights as they are.
+        grouped: Whether a tile spans experts, and each of its products returns a tensor of its own.
     """
 
     hidden_size: int
@@ -45,6 +47,7 @@ class Experts:
     score_itemsize: int
     biased: bool = False
     transposed: bool = False
+    grouped: bool = False
 
     @property
     def wide_itemsize(self) -> int:
@@ -92,8 +95,9 @@ class ExpertsBytes:
 @lru_cache(maxsize=256)
 def tile_rows(experts: Experts, tile_bytes: int) -> int:
     """Return how many routes of one expert are at work at once."""
-    row = {name: shape for name, (shape, _) in _tile(experts, 1, backward=True).items()}
-    return max(1, tile_bytes // (sum(map(prod, row.values())) * experts.product_itemsize))
+    numbers = sum(prod(shape) for shape, _ in _tile(experts, 1, backward=True).values())
+    numbers += _returned(experts, backward=True)
+    return max(1, tile_bytes // (numbers * experts.product_itemsize))
 
 
 def forward_buffers(experts: Experts, tokens: int, tile_rows: int, block_rows: int) -> Buffers:
@@ -113,7 +117,7 @@ def experts_bytes(experts: Experts, tokens: int, tile_rows: int, block_rows: int
     routes = _largest_block(tokens, block_rows) * experts.top_k
     forward = Tally()
     forward.hold(buffers=experts.nbytes(forward_buffers(experts, tokens, tile_rows, block_rows)), result=hidden)
-    _route(forward, routes, experts.num_experts)
+    _route(forward, routes, experts.num_experts, grouped_bytes(experts, routes, tile_rows, backward=False))
     backward = Tally()
     backward.hold(buffers=experts.nbytes(backward_buffers(experts, tokens, tile_rows, block_rows)))
     numbers = [experts.num_experts * prod(shape) for shape in experts.weight_shapes]
@@ -126,16 +130,33 @@ def experts_bytes(experts: Experts, tokens: int, tile_rows: int, block_rows: int
     else:
         backward.hold(sums=sums)
     backward.hold(by_hidden=hidden, by_scores=tokens * experts.top_k * experts.score_itemsize)
-    _route(backward, routes, experts.num_experts)
+    _route(backward, routes, experts.num_experts, grouped_bytes(experts, routes, tile_rows, backward=True))
     backward.spike(0 if once or experts.wide_itemsize == experts.itemsize else grads)
     return ExpertsBytes(forward=forward.peak_bytes, backward=backward.peak_bytes)
 
 
-def _route(tally: Tally, routes: int, num_experts: int) -> None:
-    """Sort the routes of a block, and forget them."""
+def grouped_bytes(experts: Experts, routes: int, tile_rows: int, *, backward: bool) -> int:
+    """Return the most that a tile's products return at a time, of as many routes as one block can have."""
+    if not experts.grouped:
+        return 0
+    numbers = min(tile_rows, routes) * _returned(experts, backward=backward)
+    return numbers * experts.product_itemsize + experts.num_experts * 4
+
+
+def _returned(experts: Experts, *, backward: bool) -> int:
+    """Return the numbers of one route that are in products' own tensors."""
+    first, narrow, wide = experts.columns, experts.width, experts.hidden_size
+    if not experts.grouped:
+        return 0
+    return first + max(narrow, wide) if backward else max(first, wide)
+
+
+def _route(tally: Tally, routes: int, num_experts: int, products: int) -> None:
+    """Sort the routes of a block, work on them, and forget them."""
     tally.hold(chosen=routes * _INDEX, order=routes * _INDEX, experts=num_experts * _INDEX, ends=num_experts * _INDEX)
     tally.drop("ends", "experts", "chosen")
     tally.hold(row=routes * _INDEX)
+    tally.spike(products)
     tally.drop("order", "row")
 
 
@@ -145,7 +166,7 @@ def _largest_block(tokens: int, block_rows: int) -> int:
 
 def _buffers(experts: Experts, tokens: int, tile_rows: int, block_rows: int, *, backward: bool) -> Buffers:
     block = _largest_block(tokens, block_rows)
-    size = max(1, min(tile_rows, block))
+    size = max(1, min(tile_rows, block * experts.top_k if experts.grouped else block))
     found = _tile(experts, size, backward=backward)
     found |= _raised(experts, size) if experts.product_itemsize > experts.itemsize else {}
     if experts.wide_itemsize > experts.product_itemsize:
@@ -164,7 +185,7 @@ def _tile(experts: Experts, size: int, *, backward: bool) -> Buffers:
     """Return what holds a tile of `size` routes."""
     found: Buffers = {
         "row": ((size, experts.hidden_size), "product"),
-        "inner": ((size, experts.columns), "product"),
+        **({} if experts.grouped else {"inner": ((size, experts.columns), "product")}),
         "outer": ((size, experts.width), "product"),
         "scratch": ((size, experts.width), "product"),
         "score": ((size,), "score"),

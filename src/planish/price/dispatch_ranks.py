@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, isqrt, prod
 
-from planish.price.dispatch import Buffers, Experts, Kind, backward_buffers, forward_buffers
+from planish.price.dispatch import Buffers, Experts, Kind, backward_buffers, forward_buffers, grouped_bytes
 from planish.price.tally import Tally
 
 Row = dict[str, tuple[int, Kind]]
@@ -159,6 +159,8 @@ def rank_bytes(experts: Experts, launch: Launch, tokens: int, tile_rows: int) ->
     forward = Tally()
     forward.hold(kept=kept, exchanged=exchanged, result=wide)
     forward.hold(buffers=size(rank_buffers(experts, launch, tile_rows, backward=False)))
+    routes = launch.block_rows * experts.top_k
+    forward.spike(grouped_bytes(experts, routes, tile_rows, backward=False))
     forward.drop("buffers", "exchanged")
     forward.spike(narrow * is_narrow)
     backward = Tally()
@@ -169,6 +171,7 @@ def rank_bytes(experts: Experts, launch: Launch, tokens: int, tile_rows: int) ->
     backward.hold(own=experts.num_experts * numbers * experts.wide_itemsize)
     backward.hold(sums=launch.num_borrowed * numbers * experts.wide_itemsize)
     backward.hold(by_hidden=wide, by_scores=tokens * experts.top_k * experts.score_itemsize)
+    backward.spike(grouped_bytes(experts, routes, tile_rows, backward=True))
     backward.drop("buffers")
     backward.spike(size(return_buffers(experts, launch)))
     backward.drop("sums", "borrowed")

@@ -180,7 +180,7 @@ class Desk:
 
     def __init__(self, weights: Weights, gate: Gate, buffers: Buffers) -> None:
         self._weights, self._gate, self._buffers = weights, gate, buffers
-        self._raised = buffers["inner"].dtype != weights.up.dtype
+        self._raised = buffers["outer"].dtype != weights.up.dtype
         self._expert = -1
 
     @property
@@ -236,10 +236,7 @@ class Desk:
             column = buffers["column"][:num].copy_(score).unsqueeze(1)
             sums.add(1, expert, outer, by_out.mul_(column))
             if scores is not None:
-                summed = torch.sum(outer.mul_(by_outer), 1, dtype=buffers["sum"].dtype, out=buffers["sum"][:num])
-                if by_score is not None:
-                    summed.add_(by_score)
-                scores.view(-1).index_copy_(0, place, score.copy_(summed))
+                self._score(scores, place, outer.mul_(by_outer), by_score)
             gate_backward(self._gate, inner, by_outer.mul_(column), outer)
             sums.add(0, expert, given, inner)
             if total is not None:
@@ -277,6 +274,14 @@ class Desk:
             torch.mm(rows, weight, out=out)
         else:
             torch.addmm(bias, rows, weight, out=out)
+
+    def _score(self, scores: Tensor, place: Tensor, parts: Tensor, more: Tensor | None) -> None:
+        """Write the sums of `parts` [N, F], and `more`, where a tile's scores have their gradients."""
+        buffers, num = self._buffers, len(place)
+        summed = torch.sum(parts, 1, dtype=buffers["sum"].dtype, out=buffers["sum"][:num])
+        if more is not None:
+            summed.add_(more)
+        scores.view(-1).index_copy_(0, place, buffers["score"][:num].copy_(summed))
 
     def _add(self, total: Tensor, row: Tensor, out: Tensor, score: Tensor | None) -> None:
         """Add rows to `total`, times their scores if there are any, in its own dtype."""

@@ -9,12 +9,18 @@ from torch import Tensor
 
 from planish.peaks.dispatch.experts import Buffers, Desk, Rows, Sums, Weights
 from planish.peaks.dispatch.gates import Gate, columns
+from planish.peaks.dispatch.grouped import GroupedDesk, has_grouped_products
 from planish.peaks.dispatch.held import held
 from planish.price.dispatch import Experts, backward_buffers, forward_buffers
 from planish.price.processor import product_dtype
 
-Read = Callable[[Tensor], list[int]]
-"""Reads where each expert's routes end, an integer each."""
+Read = Callable[[Tensor, int], list[int]]
+"""Reads where each expert's routes end, an integer each, of so many routes."""
+
+
+def read_ends(ends: Tensor, _routes: int) -> list[int]:
+    """Return the integers of a tensor."""
+    return ends.tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +53,7 @@ class Options:
     gate: Gate
     tile_rows: int
     block_rows: int
-    read: Read = Tensor.tolist
+    read: Read = read_ends
     seen: Callable[[Load], None] = lambda _: None
 
 
@@ -97,7 +103,7 @@ class _Alone:
         weights = Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias, transposed=self.transposed)
         sizes = sizes_of(hidden, ids, scores, weights, options.gate)
         buffers = allocate(forward_buffers(sizes, len(hidden), options.tile_rows, options.block_rows), hidden, scores)
-        desk = Desk(weights, options.gate, buffers)
+        desk = desk_of(sizes, weights, options.gate, buffers)
         result = hidden.new_empty(hidden.shape)
         loads, blocks = np.zeros(weights.num_experts), _blocks(len(hidden), options.block_rows)
         for block in blocks:
@@ -122,7 +128,7 @@ class _Alone:
         sizes = sizes_of(hidden, ids, scores, weights, options.gate)
         listed = backward_buffers(sizes, len(hidden), options.tile_rows, options.block_rows)
         buffers = allocate(listed, hidden, scores)
-        desk = Desk(weights, options.gate, buffers)
+        desk = desk_of(sizes, weights, options.gate, buffers)
         blocks = _blocks(len(hidden), options.block_rows)
         sums = Sums(weights, tuple(wanted), once=len(blocks) <= 1, buffers=buffers)
         by_hidden = hidden.new_empty(hidden.shape) if need_hidden else None
@@ -141,6 +147,11 @@ class _Alone:
             if total is not None and total.dtype != by_hidden.dtype:
                 by_hidden[block] = total
         return by_hidden, by_scores, *sums.finish()
+
+
+def desk_of(sizes: Experts, weights: Weights, gate: Gate, buffers: Buffers) -> Desk:
+    """Return experts at work in `buffers`, all together or one after the other."""
+    return (GroupedDesk if sizes.grouped else Desk)(weights, gate, buffers)
 
 
 def max_over_mean(loads: np.ndarray) -> float:
@@ -162,6 +173,7 @@ def sizes_of(hidden: Tensor, ids: Tensor, scores: Tensor, weights: Weights, gate
         score_itemsize=scores.itemsize,
         biased=weights.up_bias is not None,
         transposed=weights.transposed,
+        grouped=has_grouped_products(hidden, weights),
     )
 
 
@@ -175,7 +187,7 @@ def _route(hidden: Tensor, ids: Tensor, scores: Tensor, num_experts: int, read: 
     """Return rows with their routes in the order of experts, and of tokens within an expert."""
     chosen, order = torch.sort(ids.flatten(), stable=True)
     experts = torch.arange(num_experts, dtype=chosen.dtype, device=chosen.device)
-    ends = tuple(read(torch.searchsorted(chosen, experts, right=True)))
+    ends = tuple(read(torch.searchsorted(chosen, experts, right=True), len(order)))
     del chosen, experts
     return Rows(hidden=hidden, scores=scores, order=order, row=order // ids.shape[1], ends=ends)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from planish.peaks.dispatch.experts import Buffers, Desk, Rows, Sums, Weights
 from planish.peaks.dispatch.held import held
-from planish.peaks.dispatch.pipelined import Options, allocate, check, dtypes_of, sizes_of
+from planish.peaks.dispatch.pipelined import Options, allocate, check, desk_of, dtypes_of, sizes_of
 from planish.peaks.dispatch.trip import Parcel, Ranks, Trip, plan_trip
 from planish.price.dispatch import Experts
 from planish.price.dispatch_ranks import Row, offsets, rank_buffers, return_buffers, returned_row, sent_row
@@ -186,7 +186,7 @@ class _Rank:
             _Slot.of(self.buffers, index, self._sizes, self._dtypes, backward=backward) for index in range(2)
         ]
         self.borrowed = self._borrow()
-        self._desks = [Desk(each, options.gate, self.buffers) for each in (weights, self.borrowed)]
+        self._desks = [desk_of(self._sizes, each, options.gate, self.buffers) for each in (weights, self.borrowed)]
 
     def run(
         self,
