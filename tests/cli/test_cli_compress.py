@@ -1,13 +1,21 @@
 """`planish compress`: a child within its targets, its stages kept, its folder verified; bad input in one sentence."""
 
 import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 import planish
-from planish.cli.compress import Options, read_order, words_of
+from planish.cli import compress
+from planish.cli.compress import Options, read_order, read_words
 from planish.cli.main import main
 from planish.cli.options import parse_plain
 from planish.compress.order import check_fits, latency_targets, memory_target, parameter_target, parse_scenario
@@ -171,6 +179,11 @@ def test_a_budget_that_fits_holds(scene, capsys):
         (["--parameters", "0.8x", "--every", "64"], "below `--context`"),
         (["--parameters", "0.8x", "--widths", "1.5"], "between 0 and 1"),
         (["--parameters", "0.8x", "--rows", "8", "4", "4000"], "name more text"),
+        (["--parameters", "0.8x", "--train.lr", "1e-3"], "`train.lr` has no effect without lessons"),
+        (["--parameters", "0.8x", "--distil-tokens", "1K", "--train.steps", "3"], "where `--distil-tokens` decides"),
+        (["--parameters", "0.8x", "--distil-tokens", "1K", "--data.context", "3"], "the options of `planish compress`"),
+        (["--parameters", "0.8x", "--distil-tokens", "8"], "at least the 256 tokens of one step"),
+        (["--parameters", "0.8x", "--distil-tokens", "1K", "--rows", "8", "4", "74"], "no other stage reads"),
     ],
 )
 def test_bad_input_is_one_sentence(scene, capsys, words, message):
@@ -206,7 +219,7 @@ def test_the_largest_stage_decides():
 
 def test_blocks_are_distilled_where_it_was_asked_for(scene, capsys):
     _, words, out = scene
-    code, said, err = _run([*words, "--parameters", "0.8x", "--distil-steps", "8", "--memory", "200MiB"], capsys)
+    code, said, err = _run([*words, "--parameters", "0.8x", "--block-steps", "8", "--memory", "200MiB"], capsys)
     assert code == 0, err
     assert "blocks are nearer to their parent's" in said
     plain, trained = (
@@ -219,7 +232,79 @@ def test_blocks_are_distilled_where_it_was_asked_for(scene, capsys):
     assert all(trained[name] == plain[name] for name in plain if name not in better)
     tree = json.loads((out / "outcome.json").read_text())
     assert tree["child"]["parameters"] <= 0.8 * tree["parent"]["parameters"]
-    assert _run([*words, "--parameters", "0.8x", "--distil-steps", "-1"], capsys)[0] == 2
+    assert _run([*words, "--parameters", "0.8x", "--block-steps", "-1"], capsys)[0] == 2
+
+
+def test_a_child_learns_from_its_parent_as_a_whole(scene, capsys, monkeypatch):
+    """Better than before on rows that nothing else read; what its folder says is found again by `verify`."""
+    _, words, out = scene
+    asked = ["--parameters", "0.7x", "--distil-tokens", "3K", "--train.lr", "5e-3", "--train.global-tokens", "128"]
+    code, said, err = _run([*words, *asked], capsys)
+    assert code == 0, err
+    assert "distillation: 24 of 24 steps" in said
+    tree = json.loads((out / "outcome.json").read_text())
+    assert tree["child"]["layers"] == tree["searched"]["layers"]
+    assert 0 < tree["child"]["kl"] < 0.9 * tree["searched"]["kl"]
+    child = AutoModelForCausalLM.from_pretrained(out / "child")
+    assert sum(each.numel() for each in child.parameters()) == tree["child"]["parameters"]
+    assert not (out / "child" / "state").exists()
+    code, said, _ = _run(["verify", str(out / "child"), "--rounds", "2", "--json"], capsys)
+    checks = {each["name"]: each for each in json.loads(said)}
+    for name in ("loss (nats)", "KL to the parent", "top-1 agreement"):
+        assert checks[name]["told"] == checks[name]["found"]
+    kept = {path: path.read_bytes() for path in sorted(out.rglob("*.jsonl"))}
+    code, said, err = _run([*words, *asked], capsys)
+    assert (code, "distillation" in said) == (0, False), err
+    assert {path: path.read_bytes() for path in sorted(out.rglob("*.jsonl"))} == kept
+    # Stopped after its first step, it goes on to the same bits.
+    before = _digest(out / "child")
+    shutil.rmtree(out / "learned")
+    monkeypatch.setattr(compress, "say", _stopping)
+    code, _, err = _run([*words, *asked], capsys)
+    assert (code, "distillation stopped after step 1; it is saved" in err) == (130, True), err
+    monkeypatch.undo()
+    assert _run([*words, *asked], capsys)[0] == 0
+    assert _digest(out / "child") == before
+
+
+def _stopping(text):
+    if text.startswith("distillation: 1 of"):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _digest(child):
+    return [(path.name, path.read_bytes()) for path in sorted(child.iterdir()) if path.suffix != ".json"]
+
+
+@pytest.mark.slow
+def test_kills_in_any_stage_change_no_bit(scene, tmp_path):
+    """Latency is measured, but does not decide: the target is a size."""
+    _, words, out = scene
+    asked = ["--parameters", "0.7x", "--block-steps", "6", "--distil-tokens", "6K", "--train.global-tokens", "128"]
+    command = [sys.executable, "-m", "planish", "compress", *words, *asked]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    whole = _digest(out / "child"), (out / "scores.jsonl").read_text(), _sums(out)
+    shutil.move(out, tmp_path / "whole")
+    rng, kills = random.Random(0), 0
+    while True:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=rng.uniform(5, 12) if kills < 5 else None)
+        if process.poll() is not None:
+            break
+        process.kill()
+        process.wait()
+        kills += 1
+    assert process.returncode == 0, process.stderr.read()
+    assert kills >= 3
+    scored = [set(text.splitlines()) for text in (whole[1], (out / "scores.jsonl").read_text())]
+    assert (_digest(out / "child"), _sums(out)) == (whole[0], whole[2])
+    assert scored[0] == scored[1]
+
+
+def _sums(out):
+    lines = (out / "library-distilled" / "blocks.jsonl").read_text().splitlines()
+    return {each["name"]: each["sha256"] for each in map(json.loads, lines)}
 
 
 def test_a_child_is_exported(scene, capsys, tmp_path):
@@ -254,7 +339,9 @@ def test_a_mixture_keeps_its_experts_and_loses_the_rest(model_folder, tmp_path, 
 
 def test_the_example_is_an_order():
     path = Path(planish.__file__).parents[2] / "examples" / "compress.toml"
-    order = read_order(parse_plain(Options, words_of([str(path)]), verb="compress"))
+    words, settings = read_words([str(path)])
+    order = read_order(parse_plain(Options, words, verb="compress"), settings)
     assert [(each.kind, each.share) for each in order.targets] == [("latency", 0.65)] * 2
     assert order.baselines
+    assert order.lessons.train.steps * order.lessons.train.global_tokens == 512 * 1024
     assert order.out == Path("runs/compress")

@@ -28,6 +28,7 @@ def _outcome(**changes):
         "machine": "a machine",
         "targets": [],
         "parent": _judged("parent", 1, 3.0, ["kv4+width64"] * 3),
+        "searched": None,
         "child": _judged("search", 0.6, 3.25, ["kv4+width64", "none+linear", "kv2-window8+width32"]),
         "baselines": [_judged("depth drop", 0.6, 4.0, ["none+none"] * 3)],
         "curve": [[1.0, 0.0], [0.6, 0.3]],
@@ -49,6 +50,8 @@ def test_every_layer_and_baseline_is_on_the_page():
     for layer, text in ((0, "kv4"), (1, "none"), (1, "linear"), (2, "kv2-window8"), (2, "width32")):
         assert f"layer {layer}: {text}<" in page
     assert "depth drop" in page
+    before = _judged("before lessons", 0.6, 3.5, ["kv4+width64"] * 3)
+    assert "before lessons" in draw_child_page(_outcome(searched=before))
     assert "+1.0000" in page
     assert "0.990 (Spearman)" in page
     heights = [float(h) for h in re.findall(r'class="c4"[^>]*height="([0-9.]+)"', page)]

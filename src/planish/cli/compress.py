@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from planish.cli.generate import model_source
-from planish.cli.options import count, parse_plain, size_bytes
+from planish.cli.lessons import read_lessons
+from planish.cli.options import count, parse, parse_plain, size_bytes
 from planish.cli.say import say
 from planish.decode import nearest
 from planish.errors import UsageError, VerificationFailed
@@ -20,13 +21,14 @@ from planish.errors import UsageError, VerificationFailed
 class Options:
     """Make a smaller child of a trained model that keeps to limits of latency, memory or size, measured here.
 
-    Every stage (library of blocks, latency, scores, search, judgement) is kept in `--out`, and goes on where it
-    stopped. `planish compress verify CHILD` measures a child again.
+    Every stage (library of blocks, latency, scores, search, lessons, judgement) is kept in `--out`, and goes on where
+    it stopped. With `--distil-tokens` the child then learns from its parent; `--train`, `--distil`, `--plan` and
+    `--model.freeze` say how, as in a run of `planish train`. `planish compress verify CHILD` measures a child again.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A transformers folder, a run folder, a built-in model ("smollm2-135m"), or a TOML file with these options under
-    [compress]."""
+    [compress] and those of the lessons in tables of their own."""
     text: tuple[str, ...] = ("builtin:english",)
     """Files, folders or built-in corpora that calibrate, score and judge; no row is read for two of them."""
     out: Path = Path("runs/child")
@@ -69,16 +71,17 @@ class Options:
     """Sub-blocks of each kind whose latency is measured, the others fitted to them; default: all."""
     batches: tuple[int, ...] = ()
     """Rows decoded at once that are tried in the place of `--decode`'s; the one with the least harm is served."""
-    distil_steps: int = 0
+    block_steps: int = 0
     """Steps of training that each smaller block gets, to do what the parent's layer does, before blocks are scored."""
+    distil_tokens: str | None = None
+    """Tokens from which the whole child learns to do what its parent does, such as "1M": text of `--text` that no other
+    stage reads, again and again where there is less; default: none."""
     baselines: bool = False
     """Also assemble, measure and judge greedy, depth drop, uniform width, no-op only, most parameters, and a draw."""
     dtype: Literal["bf16", "fp32"] = "fp32"
     """Of the child's weights."""
     bf16_scores: bool = False
     """Score layers in bf16, several times as fast on processors that have its products."""
-    memory: str | None = None
-    """What tensors may hold in each stage, such as "2GiB"; what would not fit is refused (exit 3)."""
     seed: int = 0
     """Which rows calibrate, score and judge."""
     json: bool = False
@@ -122,7 +125,8 @@ def main(words: list[str]) -> int:
         return _verify(parse_plain(VerifyOptions, words[1:], verb="compress verify"))
     if words[:1] == ["export"]:
         return _export(parse_plain(ExportOptions, words[1:], verb="compress export"))
-    options = parse_plain(Options, words_of(words), verb="compress")
+    words, tables = read_words(words)
+    options, flags = parse(Options, words, verb="compress")
 
     import torch
 
@@ -133,7 +137,7 @@ def main(words: list[str]) -> int:
     from planish.report.child import headline, write_child_page
     from planish.sections import ModelSection
 
-    order = read_order(options)
+    order = read_order(options, [*tables, *flags])
     source = model_source(options.model)
     tokenizer = load_tokenizer(ModelSection(from_=source))
     note = _silence if options.json else say
@@ -156,10 +160,14 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def words_of(words: list[str]) -> list[str]:
-    """Return `words` with a TOML file in the place of the model replaced by what it says, flags after it."""
+def read_words(words: list[str]) -> tuple[list[str], list[tuple[str, Any]]]:
+    """Return `words` with a TOML file in the place of the model replaced by what it says, and its other tables.
+
+    Raises:
+        UsageError: A file that cannot be used.
+    """
     if not words or not words[0].endswith(".toml"):
-        return words
+        return words, []
     path = Path(words[0])
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
@@ -167,19 +175,20 @@ def words_of(words: list[str]) -> list[str]:
         raise UsageError(f"run file {path} does not exist; name a TOML file or a model.") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"run file {path} cannot be read: {error}") from error
-    section = dict(tree.get("compress", {}))
-    model = section.pop("model", None) or tree.get("model", {}).get("from")
+    section, tables = dict(tree.pop("compress", {})), {name: dict(table) for name, table in tree.items()}
+    model = section.pop("model", None) or tables.get("model", {}).pop("from", None)
     if not isinstance(model, str):
         raise UsageError(f'run file {path} names no model; write `from = "smollm2-135m"` under [model].')
     if not section:
         raise UsageError(f'run file {path} has no [compress] table; write for example `latency = ["0.65x"]` in it.')
-    known = [field.name for field in fields(Options)]
+    known = [*(field.name for field in fields(Options)), "memory"]
     found = []
     for name, value in section.items():
         if name.replace("-", "_") not in known:
             raise UsageError(f"`compress.{name}` of {path} is unknown; {nearest(name, known)}")
         found += _flag(name.replace("_", "-"), value)
-    return [model, *found, *words[1:]]
+    settings = [(f"{table}.{name}", value) for table, values in tables.items() for name, value in values.items()]
+    return [model, *found, *words[1:]], settings
 
 
 def _flag(name: str, value: Any) -> list[str]:
@@ -188,8 +197,8 @@ def _flag(name: str, value: Any) -> list[str]:
     return [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
 
 
-def read_order(options: Options) -> Any:
-    """Return what `options` ask for.
+def read_order(options: Options, settings: list[tuple[str, Any]]) -> Any:
+    """Return what `options`, and the settings of a run file, ask for.
 
     Raises:
         UsageError: Options that do not go together.
@@ -228,12 +237,23 @@ def read_order(options: Options) -> Any:
         raise UsageError(f"`--anchors` must be at least 2, got {options.anchors}; three constants are fitted to them.")
     if not 0 <= options.joint <= 1:
         raise UsageError(f"`--joint` must be between 0 and 1, got {options.joint}; it is a share of all pairs.")
-    if options.distil_steps < 0:
+    if options.block_steps < 0:
         raise UsageError(
-            f"`--distil-steps` must not be negative, got {options.distil_steps}; 0 leaves blocks as they are."
+            f"`--block-steps` must not be negative, got {options.block_steps}; 0 leaves blocks as they are."
         )
     if not 1 <= options.every < count(options.context, name="--context"):
         raise UsageError(f"`--every` must be at least 1 and below `--context`, got {options.every}.")
+    lessons = read_lessons(
+        settings,
+        tokens=options.distil_tokens,
+        model=model_source(options.model),
+        text=options.text,
+        context=count(options.context, name="--context"),
+        seed=options.seed,
+        dtype=options.dtype,
+    )
+    budget = dict(settings).get("memory.budget")
+    budget_bytes = None if budget is None else size_bytes(str(budget), name="--memory")
     try:
         menu = Menu(
             widths=options.widths,
@@ -259,10 +279,11 @@ def read_order(options: Options) -> Any:
         batches=options.batches,
         context_rounds=options.context_rounds,
         menu=menu,
-        distil_steps=options.distil_steps,
+        block_steps=options.block_steps,
+        lessons=lessons,
         bf16_scores=options.bf16_scores,
         baselines=options.baselines,
-        budget_bytes=size_bytes(options.memory, name="--memory") if options.memory else None,
+        budget_bytes=budget_bytes,
         seed=options.seed,
     )
 
@@ -275,7 +296,7 @@ def _print(tree: dict[str, Any], sentence: str, out: Path) -> None:
     say(f"\n{sentence}.\n")
     names = list(tree["parent"]["measured_s"])
     say(f"{'':<17}" + "".join(f"{name:>18}" for name in names) + f"{'loss':>9}{'KL':>9}{'same':>7}")
-    for each in (tree["parent"], tree["child"], *tree["baselines"]):
+    for each in (tree["parent"], *filter(None, [tree["searched"]]), tree["child"], *tree["baselines"]):
         shares = (each["measured_s"][name] / tree["parent"]["measured_s"][name] for name in names)
         row = "".join(f"{share:>18.1%}" for share in shares)
         say(f"{each['name']:<17}{row}{each['loss']:>9.4f}{each['kl']:>9.4f}{each['agreement']:>7.1%}")

@@ -1,11 +1,10 @@
 """From a trained model to a verified child: stages that each go on where they stopped, and what they found."""
 
-import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,26 +13,32 @@ import torch
 
 from planish.compress.baselines import BASELINES, Task, drawn
 from planish.compress.costs import Costs, Scenario, model_bytes, model_parameters
+from planish.compress.deliver import add_tokenizer, hand_over
 from planish.compress.distil import Distillation, distil, distil_bytes
 from planish.compress.journal import Journal, key_of
-from planish.compress.judge import Judge
+from planish.compress.judge import Judge, Whole
+from planish.compress.known import Known
+from planish.compress.learn import learn, tokens_of
 from planish.compress.library import Library
 from planish.compress.make import make_library
-from planish.compress.measure import Rival, Timing, calibrated, measure_costs, sizes_of
+from planish.compress.measure import Timing, calibrated, machine, measure_costs, sizes_of
 from planish.compress.order import Order, at_batch, check_fits, stage_bytes
-from planish.compress.outcome import RECORD, Judged, Outcome
+from planish.compress.outcome import Judged, Outcome, record_of
 from planish.compress.parent import open_parent
-from planish.compress.realise import assemble, write_child
+from planish.compress.realise import write_child
 from planish.compress.scores import Scores, Scoring, influence, score
 from planish.compress.search import Ceiling, as_problem, best_batch, pareto, search
-from planish.compress.settle import Make, Settled, improve, quality, settle
+from planish.compress.settle import Make, Quality, Settled, improve, settle
 from planish.compress.space import Architecture
 from planish.compress.stack import Stack
-from planish.compress.text import rows_of
+from planish.compress.text import rows_of, write_rest
+from planish.compress.verify import opened
 from planish.data.encode import Tokenizer
-from planish.errors import DoesNotFit, WorldFailed
+from planish.errors import DoesNotFit
 from planish.knapsack import prices
 from planish.memory.ledger import Ledger
+from planish.runfile import RunFile
+from planish.sections import MemorySection, SaveSection
 
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4)
 Note = Callable[[str], None]
@@ -52,6 +57,7 @@ class Job:
 
     def __init__(self, order: Order, folder: Path, tokenizer: Tokenizer, dtype: torch.dtype, note: Note) -> None:
         self.order, self._folder, self._note = order, folder, note
+        self._tokenizer = tokenizer
         self._parent = open_parent(folder, device=torch.device("cpu"), dtype=dtype)
         self.space = self._parent.space(order.menu)
         size = torch.empty(0, dtype=dtype).element_size()
@@ -59,7 +65,7 @@ class Job:
         score_size = torch.empty(0, dtype=self._score_dtype).element_size()
         largest = at_batch(order, max(order.batches)) if order.batches else order
         stages = stage_bytes(self.space, largest, sizes_of(self._parent.config, self.space), size, score_size)
-        if order.distil_steps:
+        if order.block_steps:
             sizes = self._parent.largest_layer_bytes, self._parent.ends_bytes, size
             stages["distillation"] = distil_bytes(self.space, order.rows[0], order.context, self._distillation, sizes)
         resident = sum(each.nbytes for each in self._parent.resident())
@@ -75,7 +81,8 @@ class Job:
             DoesNotFit: No child of the library keeps to the targets.
             WorldFailed: The disk refuses.
         """
-        parent = self.space.parent
+        parent, lessons = self.space.parent, self.order.lessons
+        read = "" if lessons is None else self._write_text(lessons)
         if self.order.batches:
             self._choose_batch()
         settled = self._settled(self._search)
@@ -84,15 +91,15 @@ class Job:
         best, costs = settled.architecture, settled.costs
         if self.order.context_rounds:
             best, costs = self._rounds(best, costs)
-        child = self._judge("search", best, self._measured(best), costs)
-        self._write(child)
+        searched, child = self._finish(best, costs, read)
         baselines = tuple(self._baselines(costs)) if self.order.baselines else ()
         known = self.scores.additivity()
         return Outcome(
             order=self.order,
             ceilings=self.ceilings,
-            parent=self._judge("parent", parent, self.rival.parent_s, self.costs),
+            parent=self._judge("parent", parent, self.costs),
             child=child,
+            searched=searched,
             baselines=baselines,
             curve=tuple((share, found.harm) for share, found in self._curve(costs)),
             harm=tuple(self.scores.value(i, each, self.order.metric) for i, each in enumerate(best.layers)),
@@ -105,7 +112,7 @@ class Job:
     def library(self) -> Library:
         """Every block, made once, and trained where that was asked for."""
         made = self._made_library()
-        if not self.order.distil_steps:
+        if not self.order.block_steps:
             return made
         trained = Library.create(
             self.order.out / "library-distilled",
@@ -130,7 +137,7 @@ class Job:
 
     @property
     def _distillation(self) -> Distillation:
-        return Distillation(steps=self.order.distil_steps, seed=self.order.seed)
+        return Distillation(steps=self.order.block_steps, seed=self.order.seed)
 
     def _made_library(self) -> Library:
         return make_library(
@@ -147,7 +154,7 @@ class Job:
         return key_of(self.library.made_from, str(self.space))
 
     def _plain_costs(self, scenarios: tuple[Scenario, ...]) -> Costs:
-        key = key_of(self._key, self.order.rounds, self.order.anchors, torch.get_num_threads())
+        key = key_of(self._key, self.order.rounds, self.order.anchors, machine(torch.device("cpu")))
         return measure_costs(
             self.library,
             scenarios,
@@ -170,15 +177,20 @@ class Job:
         self.order = at_batch(self.order, batch)
 
     @cached_property
-    def rival(self) -> Rival:
-        """The parent, measured."""
-        self._note("parent: measured")
-        return Rival(assemble(self.library, self.space.parent), self.order.scenarios, self.order.rounds)
+    def known(self) -> Known:
+        """What was measured and judged of children."""
+        return Known(
+            self.library,
+            self.order.scenarios,
+            rounds=self.order.rounds,
+            heldout=self._heldout,
+            folder=self.order.out,
+        )
 
     @cached_property
     def costs(self) -> Costs:
         """Costs that are right about the parent."""
-        return calibrated(self._plain_costs(self.order.scenarios), self.rival.parent_s, self.space.parent)
+        return calibrated(self._plain_costs(self.order.scenarios), self.known.parent_s, self.space.parent)
 
     @cached_property
     def ceilings(self) -> tuple[Ceiling, ...]:
@@ -215,19 +227,12 @@ class Job:
     def _scoring_judge(self) -> Judge:
         return Judge(Stack(self.library, dtype=self._score_dtype), self._scored, every=self.order.every)
 
-    @cached_property
-    def _held_judge(self) -> Judge:
-        return Judge(Stack(self.library), self._heldout)
-
     def _search(self, costs: Costs) -> Architecture:
         harm = self.scores.table(self.space, self.order.metric)
         return search(self.space, harm, self.ceilings, costs).architecture
 
     def _settled(self, make: Make) -> Settled | None:
-        return settle(make, self.ceilings, self.costs, self._measured)
-
-    def _measured(self, child: Architecture) -> dict[str, float]:
-        return self.rival.measure(assemble(self.library, child))
+        return settle(make, self.ceilings, self.costs, self.known.seconds)
 
     def _rounds(self, child: Architecture, costs: Costs) -> tuple[Architecture, Costs]:
         better, told = improve(
@@ -244,17 +249,20 @@ class Job:
         for each in told:
             kept = "kept" if each.accepted else "not kept"
             self._note(f"round: {each.changed} layers changed, KL {each.kl_before:.4f} -> {each.kl_after:.4f}, {kept}")
-        measured = self._measured(better)
+        measured = self.known.seconds(better)
         limits = {each.scenario: each.at_most for each in self.ceilings if each.kind == "latency"}
         if any(measured[label] > limit * 1.02 for label, limit in limits.items()):
             self._note("round: the new child is slower than predicted and above a limit; the one before is kept")
             return child, costs
         return better, calibrated(costs, measured, better)
 
-    def _judge(self, name: str, child: Architecture, measured: Mapping[str, float], costs: Costs) -> Judged:
-        self._note(f"judged: {name}")
-        with self._bounded():
-            found = quality(Stack(self.library, child), self._held_judge)
+    def _judge(self, name: str, child: Architecture, costs: Costs, found: Quality | None = None) -> Judged:
+        """Return what is known of a child; `found` is its quality where it is not as the library makes it."""
+        if found is None:
+            self._note(f"judged: {name}")
+            with self._bounded():
+                found = self.known.quality(child)
+        measured = self.known.parent_s if child == self.space.parent else self.known.seconds(child)
         return Judged(
             name=name,
             architecture=child,
@@ -267,6 +275,58 @@ class Job:
             parameters=model_parameters(self.space, child, costs.sizes),
             quality=found,
         )
+
+    def _finish(self, best: Architecture, costs: Costs, read: str) -> tuple[Judged | None, Judged]:
+        """Write the child, taught where that was asked for, and return it before and after its lessons.
+
+        It is measured and judged as transformers opens what was written.
+
+        Args:
+            best: Its layers.
+            costs: That hold for it.
+            read: A hash of the text of its lessons.
+
+        Raises:
+            VerificationFailed: What was written is not of the size that was searched for.
+        """
+        folder, name = self.order.out / "child", key_of(self.library.made_from, best.to_tree())
+        searched, made = None, folder
+        if self.order.lessons is None:
+            self._write(best, folder)
+        else:
+            searched = self._judge("search", best, costs)
+            made, name = self._taught(best, self.order.lessons, read)
+        self._note("child: opened by transformers, measured and judged")
+        size = model_parameters(self.space, best, costs.sizes)
+        whole, held_bytes = opened(made, self.order.scenarios, parameters=size)
+        with self._bounded():
+            found = self.known.quality_as(name, lambda: Whole(whole))
+        child = replace(self._judge("child" if searched else "search", best, costs, found), memory_bytes=held_bytes)
+        hand_over(made, folder, record_of(child, self.order, self._folder, self.ceilings, self.known.parent_s))
+        return searched, child
+
+    def _write(self, child: Architecture, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        write_child(self.library, child, folder)
+        add_tokenizer(self._folder, folder)
+
+    def _write_text(self, lessons: RunFile) -> str:
+        """Write what the lessons read, which no other stage does, and return a hash of it."""
+        order = self.order
+        skip, count = sum(order.rows) * order.context, tokens_of(lessons)
+        return write_rest(order.text, self._tokenizer, self._text, skip=skip, count=count, at_least=order.context)
+
+    @property
+    def _text(self) -> Path:
+        return self.order.out / "lessons.bin"
+
+    def _taught(self, child: Architecture, lessons: RunFile, read: str) -> tuple[Path, str]:
+        """Return the folder of the child once it has learned from its parent, and a hash of all that it is made of."""
+        start = self.order.out / "searched"
+        how = replace(lessons, memory=MemorySection(), save=SaveSection()).to_toml()
+        name = key_of(self.library.made_from, child.to_tree(), read, how)
+        self._write(child, start)
+        return learn(start, self._text, lessons, self.order.out / "learned" / name, self._note), name
 
     def _baselines(self, costs: Costs) -> list[Judged]:
         turned = influence(Stack(self.library, dtype=self._score_dtype), self._scored)
@@ -286,8 +346,8 @@ class Job:
         for name, make in BASELINES.items():
             settled = self._settled(lambda now, make=make: make(task(now)))
             if settled is not None:
-                found.append(self._judge(name, settled.architecture, settled.measured, settled.costs))
-        return found + [self._judge("drawn", each, self._measured(each), costs) for each in drawn(task(costs), 1)]
+                found.append(self._judge(name, settled.architecture, settled.costs))
+        return found + [self._judge("drawn", each, costs) for each in drawn(task(costs), 1)]
 
     def _curve(self, costs: Costs) -> list[tuple[float, Any]]:
         """Return the best child at shares of the parent, latency and memory moved together."""
@@ -301,34 +361,6 @@ class Job:
         return {
             each.name: found.get(each.name, 0.0) * each.at_most * _unit(each, costs) / 100 for each in self.ceilings
         }
-
-    def _write(self, child: Judged) -> None:
-        folder = self.order.out / "child"
-        try:
-            shutil.rmtree(folder, ignore_errors=True)
-            write_child(self.library, child.architecture, folder)
-            for path in sorted(self._folder.iterdir()):
-                if path.name.startswith(("tokenizer", "special_tokens", "vocab", "merges", "chat_template")):
-                    shutil.copyfile(path, folder / path.name)
-            record = {
-                "parent": str(self._folder.resolve()),
-                "parent_model": self.order.model,
-                "text": list(self.order.text),
-                "context": self.order.context,
-                "rows": list(self.order.rows),
-                "seed": self.order.seed,
-                "ceilings": [asdict(each) for each in self.ceilings],
-                "scenarios": [asdict(each) for each in self.order.scenarios],
-                "parent_seconds": self.rival.parent_s,
-                "seconds": child.measured,
-                "memory_bytes": child.memory_bytes,
-                "parameters": child.parameters,
-                "quality": asdict(child.quality),
-                "layers": [choice.label for choice in child.architecture.layers],
-            }
-            (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise WorldFailed(f"the child {folder} cannot be written: {error.strerror or error}.") from error
 
     def _bounded(self) -> AbstractContextManager[Any]:
         """Hold a stage's tensors to the budget, where there is one."""

@@ -300,15 +300,22 @@ class Rival:
         parent: The model that children are compared with.
         scenarios: What is served.
         rounds: Of each comparison.
+        parent_s: The parent's seconds where they are known; default: measured now.
 
     Attributes:
         parent_s: The parent's seconds by scenario's label, the least that was seen.
     """
 
-    def __init__(self, parent: PreTrainedModel, scenarios: Iterable[Scenario], rounds: int) -> None:
+    def __init__(
+        self,
+        parent: PreTrainedModel,
+        scenarios: Iterable[Scenario],
+        rounds: int,
+        parent_s: Mapping[str, float] | None = None,
+    ) -> None:
         self._parent, self._rounds = parent, rounds
         self._scenarios = tuple(scenarios)
-        self.parent_s = {
+        self.parent_s = dict(parent_s or {}) or {
             each.label: in_turns({"parent": [model_run(parent, each)]}, rounds, parent.device)["parent"]
             for each in self._scenarios
         }

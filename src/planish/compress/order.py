@@ -18,6 +18,7 @@ from planish.compress.scores import Metric
 from planish.compress.search import Ceiling, share_of_parent, throughput
 from planish.compress.space import Menu, Space
 from planish.errors import DoesNotFit, UsageError
+from planish.runfile import RunFile
 from planish.units import format_bytes, parse_bytes
 
 _SHARE = re.compile(r"\s*([0-9.]+)\s*x\s*")
@@ -71,7 +72,8 @@ class Order:
         batches: Rows decoded at once that are tried; the one that lets the least harm through is served.
         context_rounds: Rounds of scores around the child that was found.
         menu: Options of every layer.
-        distil_steps: Steps of blockwise distillation of each block that is smaller than the parent's; 0 for none.
+        block_steps: Steps of blockwise distillation of each block that is smaller than the parent's; 0 for none.
+        lessons: How the child learns from its parent as a whole, text and folders excepted; None leaves it as it is.
         bf16_scores: Whether scores run layers in bf16.
         baselines: Whether the baselines are assembled, measured and judged too.
         budget_bytes: What tensors may hold in each stage; None for no limit.
@@ -93,7 +95,8 @@ class Order:
     batches: tuple[int, ...] = ()
     context_rounds: int = 0
     menu: Menu = field(default_factory=Menu)
-    distil_steps: int = 0
+    block_steps: int = 0
+    lessons: RunFile | None = None
     bf16_scores: bool = False
     baselines: bool = False
     budget_bytes: int | None = None

@@ -1,7 +1,8 @@
 """What compression found, as values, as JSON, and as what a child's folder says of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class Judged:
         architecture: Its layers.
         predicted: Seconds by scenario's label before it was measured.
         measured: Seconds by scenario's label.
-        memory_bytes: Priced, by scenario's label.
+        memory_bytes: Priced, or of the child that was written measured, by scenario's label.
         parameters: Numbers in it.
         quality: On text that nothing else has read.
     """
@@ -48,7 +49,8 @@ class Outcome:
         order: What was asked.
         ceilings: The targets in numbers.
         parent: The parent as its own child.
-        child: What the search found.
+        child: What was made.
+        searched: The same before it learned from its parent; None where it did not.
         baselines: What else was assembled and judged; empty unless asked for.
         curve: (share, sum of harm) of the best child at shares of the parent.
         harm: Of the child's layers, attention and network each.
@@ -61,6 +63,7 @@ class Outcome:
     ceilings: tuple[Ceiling, ...]
     parent: Judged
     child: Judged
+    searched: Judged | None
     baselines: tuple[Judged, ...]
     curve: tuple[tuple[float, float], ...]
     harm: tuple[float, ...]
@@ -90,11 +93,34 @@ def told(outcome: Outcome) -> dict[str, Any]:
         "targets": [{"name": each.name, "kind": each.kind, "at_most": each.at_most} for each in outcome.ceilings],
         "parent": judged(outcome.parent),
         "child": judged(outcome.child),
+        "searched": None if outcome.searched is None else judged(outcome.searched),
         "baselines": [judged(each) for each in outcome.baselines],
         "curve": [list(point) for point in outcome.curve],
         "harm": list(outcome.harm),
         "harm_of_one_per_cent": dict(outcome.worth),
         "additivity": dict(zip(("tried", "rank_correlation", "ratio"), outcome.additivity, strict=True)),
+    }
+
+
+def record_of(
+    child: Judged, order: Order, parent: Path, ceilings: Sequence[Ceiling], parent_s: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return what a child's folder says of it."""
+    return {
+        "parent": str(parent.resolve()),
+        "parent_model": order.model,
+        "text": list(order.text),
+        "context": order.context,
+        "rows": list(order.rows),
+        "seed": order.seed,
+        "ceilings": [asdict(each) for each in ceilings],
+        "scenarios": [asdict(each) for each in order.scenarios],
+        "parent_seconds": dict(parent_s),
+        "seconds": dict(child.measured),
+        "memory_bytes": dict(child.memory_bytes),
+        "parameters": child.parameters,
+        "quality": asdict(child.quality),
+        "layers": [choice.label for choice in child.architecture.layers],
     }
 
 

@@ -1,7 +1,7 @@
 """A child's folder measured again: latency, memory and quality beside what was said of it when it was made."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from planish.compress.judge import Judge, Whole
 from planish.compress.measure import Rival
 from planish.compress.outcome import RECORD, held_out
 from planish.compress.settle import quality
-from planish.errors import UsageError
+from planish.errors import UsageError, VerificationFailed
 from planish.memory.ledger import Ledger
 from planish.units import format_bytes
 
@@ -62,28 +62,44 @@ def verify(
         raise UsageError(f"the parent is no longer in {source}; name its folder with `--parent`.")
     scenarios = [Scenario(**each) for each in record["scenarios"]]
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    checks = []
     note("memory")
-    child = None
-    for scenario in scenarios:
-        child, peak_bytes = _served(folder, scenario)
-        said = record["memory_bytes"][scenario.label]
-        checks.append(
-            Check(
-                name=f"memory {scenario.label}",
-                told=format_bytes(int(said)),
-                found=format_bytes(peak_bytes),
-                holds=peak_bytes <= said * 1.02,
-            )
+    child, held = opened(folder, scenarios, parameters=record["parameters"])
+    checks = [
+        Check(
+            name=f"memory {label}",
+            told=format_bytes(int(said)),
+            found=format_bytes(int(held[label])),
+            holds=held[label] <= said * 1.02,
         )
-    if child is None:
-        raise UsageError(f"{folder} was made for no scenario; make it again.")
+        for label, said in record["memory_bytes"].items()
+    ]
     dtype = child.dtype
     whole = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=True).eval()
     note("latency")
     checks += _latencies(record, whole, child, scenarios, rounds, slack)
     note("quality")
     return checks + _qualities(record, whole, child, tokenizer)
+
+
+def opened(folder: Path, scenarios: Sequence[Scenario], *, parameters: int) -> tuple[PreTrainedModel, dict[str, float]]:
+    """Return a child as transformers opens it, and the bytes that tensors hold at most while it serves.
+
+    Args:
+        folder: Of the child.
+        scenarios: What is served.
+        parameters: Numbers that it must have.
+
+    Returns:
+        The model, and the bytes by scenario's label.
+
+    Raises:
+        VerificationFailed: It is of another size.
+    """
+    child: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    held = sum(each.numel() for each in child.parameters())
+    if held != parameters:
+        raise VerificationFailed(f"{folder} opens with {held:,} parameters and not with {parameters:,}; make it again.")
+    return child, {each.label: float(_served_bytes(child, each)) for each in scenarios}
 
 
 def _record(folder: Path) -> Mapping[str, Any]:
@@ -96,9 +112,8 @@ def _record(folder: Path) -> Mapping[str, Any]:
 
 
 @torch.no_grad()
-def _served(folder: Path, scenario: Scenario) -> tuple[PreTrainedModel, int]:
-    """Return the child and the bytes that tensors held at most while it served."""
-    child: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+def _served_bytes(child: Any, scenario: Scenario) -> int:
+    """Return the bytes that tensors hold at most while `child` serves."""
     ids = torch.zeros(scenario.batch, scenario.context, dtype=torch.long, device=child.device)
     call = {"use_cache": True, "logits_to_keep": 1}
     with Ledger() as ledger:
@@ -110,8 +125,7 @@ def _served(folder: Path, scenario: Scenario) -> tuple[PreTrainedModel, int]:
         else:
             with ledger.phase("eval"):
                 child(input_ids=ids, **call)
-        peak_bytes = ledger.peak_bytes["eval"]
-    return child, peak_bytes
+        return ledger.peak_bytes["eval"]
 
 
 def _latencies(

@@ -161,18 +161,22 @@ def _baselines(outcome: Mapping[str, Any]) -> Markup:
     head = element(
         "tr", {}, *(element("th", {"class": "n"} if place else {}, name) for place, name in enumerate(names))
     )
-    rows = [_row(each, parent) for each in (parent, outcome["child"], *outcome["baselines"])]
+    child = outcome["child"]
+    rows = [_row(parent, parent), *(_row(each, parent) for each in filter(None, [outcome["searched"]]))]
+    rows += [_row(child, parent, kind="total"), *(_row(each, parent) for each in outcome["baselines"])]
     table = element("table", {}, element("thead", {}, head), element("tbody", {}, *rows))
     return element("div", {"class": "wide"}, table)
 
 
-def _row(child: Mapping[str, Any], parent: Mapping[str, Any]) -> Markup:
+def _row(child: Mapping[str, Any], parent: Mapping[str, Any], kind: str = "") -> Markup:
     cells = [f"{_share(child, parent, scenario):.1%}" for scenario in parent["measured_s"]]
     cells += [f"{child['loss']:.4f}", f"{child['loss'] - parent['loss']:+.4f}", f"{child['kl']:.4f}"]
     cells.append(f"{child['agreement']:.1%}")
-    kind = {"class": "total"} if child["name"] == "search" else {}
     return element(
-        "tr", kind, element("td", {}, child["name"]), *(element("td", {"class": "n"}, cell) for cell in cells)
+        "tr",
+        {"class": kind} if kind else {},
+        element("td", {}, child["name"]),
+        *(element("td", {"class": "n"}, cell) for cell in cells),
     )
 
 

@@ -1,0 +1,42 @@
+"""A child's folder as it is handed over: weights, tokenizer, and what was found of it, read back and checked."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from planish.compress.outcome import RECORD
+from planish.errors import WorldFailed
+
+_TOKENIZER = ("tokenizer", "special_tokens", "vocab", "merges", "chat_template")
+_OF_THE_RUN = ("state", "manifest.json")
+
+
+def add_tokenizer(parent: Path, folder: Path) -> None:
+    """Copy a parent's tokenizer into a child's folder.
+
+    Raises:
+        WorldFailed: The disk refuses.
+    """
+    try:
+        for path in sorted(parent.iterdir()):
+            if path.name.startswith(_TOKENIZER):
+                shutil.copyfile(path, folder / path.name)
+    except OSError as error:
+        raise WorldFailed(f"the child {folder} cannot be written: {error.strerror or error}.") from error
+
+
+def hand_over(made: Path, folder: Path, record: Mapping[str, Any]) -> None:
+    """Have `folder` be the child in `made`, a checkpoint or already the folder itself, with what was found of it.
+
+    Raises:
+        WorldFailed: The disk refuses.
+    """
+    try:
+        if made != folder:
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(made, folder, ignore=shutil.ignore_patterns(*_OF_THE_RUN))
+        (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise WorldFailed(f"the child {folder} cannot be written: {error.strerror or error}.") from error

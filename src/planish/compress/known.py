@@ -1,0 +1,81 @@
+"""What was measured and judged of children, kept: a job that goes on asks nothing twice and finds the same child."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from planish.compress.costs import Scenario
+from planish.compress.journal import Journal, key_of
+from planish.compress.judge import Judge, Reader
+from planish.compress.library import Library
+from planish.compress.measure import Rival, machine
+from planish.compress.realise import assemble
+from planish.compress.settle import Quality, quality
+from planish.compress.space import Architecture
+from planish.compress.stack import Stack
+
+
+class Known:
+    """Latency and quality of a library's children, each found once.
+
+    Memory:        nothing where all is known; else parent and child, with keys and values while one is measured, with
+        the judge while one is judged.
+
+    Args:
+        library: Of blocks.
+        scenarios: What is served.
+        rounds: Of each measurement of latency.
+        heldout: Rows that judge [R, S].
+        folder: Where `measured.jsonl` and `judged.jsonl` are kept.
+    """
+
+    def __init__(
+        self, library: Library, scenarios: Sequence[Scenario], *, rounds: int, heldout: Tensor, folder: Path
+    ) -> None:
+        self.library, self._heldout = library, heldout
+        self._scenarios, self._rounds = tuple(scenarios), rounds
+        labels = [each.label for each in self._scenarios]
+        served = key_of(library.made_from, labels, rounds, machine(torch.device("cpu")))
+        self._measured = Journal(folder / "measured.jsonl", served)
+        self._judged = Journal(folder / "judged.jsonl", key_of(library.made_from, heldout.tolist()))
+
+    @cached_property
+    def parent_s(self) -> dict[str, float]:
+        """The parent's seconds by scenario's label."""
+        if "parent" not in self._measured:
+            self._measured.put("parent", self._rival().parent_s)
+        return self._measured["parent"]
+
+    @cached_property
+    def judge(self) -> Judge:
+        """The parent's distributions over the rows that judge."""
+        return Judge(Stack(self.library), self._heldout)
+
+    def seconds(self, child: Architecture) -> dict[str, float]:
+        """Return a child's seconds by scenario's label, measured beside the parent."""
+        name = key_of(child.to_tree())
+        if name not in self._measured:
+            self._measured.put(name, self._beside.measure(assemble(self.library, child)))
+        return self._measured[name]
+
+    def quality(self, child: Architecture) -> Quality:
+        """Return how a child of the library does on the rows that judge."""
+        return self.quality_as(key_of(child.to_tree()), lambda: Stack(self.library, child))
+
+    def quality_as(self, name: str, open_child: Callable[[], Reader]) -> Quality:
+        """Return how the child that goes by `name`, a hash of what it is made of, does on the rows that judge."""
+        if name not in self._judged:
+            self._judged.put(name, asdict(quality(open_child(), self.judge)))
+        return Quality(**self._judged[name])
+
+    @cached_property
+    def _beside(self) -> Rival:
+        return self._rival(self.parent_s)
+
+    def _rival(self, parent_s: dict[str, float] | None = None) -> Rival:
+        parent = assemble(self.library, self.library.space.parent)
+        return Rival(parent, self._scenarios, self._rounds, parent_s)
