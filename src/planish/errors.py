@@ -23,14 +23,15 @@ class BudgetExceeded(PlanishError):
     """The bytes alive went over the budget while running; the last checkpoint is intact.
 
     Attributes:
-        table: The bytes alive at that moment by category and owner, as text.
+        table: The bytes alive at that moment by category and owner, as text; empty where a file holds it already.
+        over_bytes: By how much at that moment; more may have been needed later.
     """
 
     exit_code = 4
 
-    def __init__(self, message: str, *, table: str = "") -> None:
+    def __init__(self, message: str, *, table: str = "", over_bytes: int = 0) -> None:
         super().__init__(message)
-        self.table = table
+        self.table, self.over_bytes = table, over_bytes
 
 
 class WorldFailed(PlanishError):

@@ -137,6 +137,7 @@ class RunFile:
             ("plan.vocab", isinstance(plan.vocab, Blocked), '"blocked"'),
             ("plan.vocab.strategy", getattr(plan.vocab, "strategy", "auto") == "auto", '"auto"'),
             ("plan.optim.in_backward", not updates_in_backward(plan.optim), "false"),
+            ("memory.on_exceed", self.memory.on_exceed != "adapt", '"strict" or "warn"'),
         ):
             if not goes:
                 raise ValueError(f"`{name}` does not go with `mesh.pp` ({self.mesh.pp}); set it to {instead}.")

@@ -210,11 +210,19 @@ class MemorySection:
 
     Attributes:
         budget: Bytes that tensors may hold at any moment, such as "3GiB"; default: no limit.
-        on_exceed: "strict" stops the run (exit 4) at the first byte too many, "warn" says so once and goes on.
+        on_exceed: "strict" stops the run (exit 4) at the first byte too many; "adapt" makes tiles finer, the same
+            mathematics, at launch and between steps, and stops where that is not enough; "warn" says so and goes on.
     """
 
     budget: Bytes | None = None
-    on_exceed: Literal["strict", "warn"] = "strict"
+    on_exceed: Literal["strict", "adapt", "warn"] = "strict"
+
+    def __post_init__(self) -> None:
+        if self.budget is None and self.on_exceed != "strict":
+            raise ValueError(
+                f'`memory.on_exceed` = "{self.on_exceed}" has no effect without `memory.budget`; set that, or leave it '
+                "out."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

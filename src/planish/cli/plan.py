@@ -32,7 +32,7 @@ from planish.plan.estimate import Estimate
 from planish.plan.offers import activation_methods
 from planish.price.config import read_config
 from planish.runfile import RunFile
-from planish.train.fit import context_that_fits, misfit, smallest_budget
+from planish.train.fit import adapted, context_that_fits, misfit, smallest_budget
 from planish.train.predict import Prediction, Say, by_dry_run, config_tree, max_positions, predict
 from planish.train.turns import take_turns
 from planish.units import format_bytes
@@ -205,7 +205,8 @@ def _answer(options: Options, settings: list[tuple[str, Any]], say: Say) -> Answ
         found, notes = turns.prediction, (*notes, *turns.reasons)
         proof = found.estimate if options.prove else None
         return Answer(run=turns.run, prediction=found, plain=None, choice=None, longest=None, proof=proof, notes=notes)
-    prediction = predict(run, say)
+    prediction = adapted(run, predict(run, say), say)
+    run = replace(run, plan=prediction.plan)
     plans = {run.plan: prediction.estimate}
 
     def peak(plan: Plan) -> Estimate:

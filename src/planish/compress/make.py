@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from planish.compress.calibrate import Calibration, calibrate
@@ -16,8 +15,7 @@ from planish.compress.library import Library
 from planish.compress.parent import Parent
 from planish.compress.space import Menu, Space
 from planish.decode import encode
-from planish.errors import BudgetExceeded
-from planish.memory.budget import as_exceeded, counted
+from planish.memory.budget import counted, exceeding
 from planish.memory.ledger import Ledger
 
 
@@ -66,10 +64,8 @@ def make_library(
         if budget_bytes is not None:
             scope.enter_context(counted(ledger, parent.device))
             ledger.adopt([rows, *parent.resident()], "other")
-        try:
+        with exceeding(ledger):
             calibrate(parent, rows, library, settings, progress=progress)
-        except (BudgetExceeded, torch.OutOfMemoryError) as error:
-            raise as_exceeded(error, ledger) from None
     return library
 
 

@@ -50,10 +50,16 @@ class Excess:
     Attributes:
         sentence: Phase, tensor, bytes alive and budget, in one sentence.
         table: Bytes alive at that moment by category and owner, as text.
+        over_bytes: By how much.
     """
 
     sentence: str
     table: str
+    over_bytes: int
+
+    def error(self) -> BudgetExceeded:
+        """Return it as an error."""
+        return BudgetExceeded(self.sentence, table=self.table, over_bytes=self.over_bytes)
 
 
 class Ledger(TorchDispatchMode):
@@ -258,7 +264,7 @@ class Ledger(TorchDispatchMode):
             excess = self._note(grown)
             if excess is not None:
                 del result  # the traceback keeps this frame, which must not keep the tensor
-                raise BudgetExceeded(excess.sentence, table=excess.table)
+                raise excess.error()
         return result
 
     def _take_in(self, result: Any, func: Any, args: Any, kwargs: Any) -> list[Record]:
@@ -323,7 +329,8 @@ class Ledger(TorchDispatchMode):
         largest = max(grown, key=lambda record: record.nbytes)
         if not largest.nbytes or (self._on_exceed == "warn" and self.first_excess is not None):
             return None
-        excess = Excess(sentence=self._sentence(largest, budget_bytes), table=self.table())
+        over_bytes = self._book.live_bytes - budget_bytes
+        excess = Excess(sentence=self._sentence(largest, budget_bytes), table=self.table(), over_bytes=over_bytes)
         if self.first_excess is None:
             self.first_excess = excess
         return excess if self._on_exceed == "strict" else None
@@ -331,7 +338,7 @@ class Ledger(TorchDispatchMode):
     def _check(self, record: Record) -> None:
         excess = self._note([record])
         if excess is not None:
-            raise BudgetExceeded(excess.sentence, table=excess.table)
+            raise excess.error()
 
     def _sentence(self, record: Record, budget_bytes: int) -> str:
         dtype = str(record.dtype).removeprefix("torch.")

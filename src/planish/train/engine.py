@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -15,13 +16,28 @@ from planish.memory.ledger import Ledger
 from planish.methods import Offload, Packed, Plan
 from planish.models.anatomy import Anatomy, find
 from planish.models.head import HeadLoss, filter_of, head_loss
-from planish.models.install import install
+from planish.models.install import Installed, install
 from planish.peaks.activation.keep import Keeper
 from planish.peaks.vocab.filter import GradientFilter
 from planish.train.facts import Facts
 from planish.train.routing import Routing
 from planish.train.spread import Spread
 from planish.train.staged import Staged, divide, most_in_flight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """The methods of a plan, in place.
+
+    Attributes:
+        installed: What the model's parts were replaced by.
+        head: Hidden states and targets in, summed loss out.
+        gradient_filter: What leaves part of the head's gradients out, where the plan has one.
+    """
+
+    installed: Installed
+    head: HeadLoss
+    gradient_filter: GradientFilter | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +55,7 @@ class Engine:
         gradient_filter: What leaves part of the head's gradients out, where the plan has one.
         routing: What the routers did, where experts are pipelined.
         tiers: Far memory that the plan's methods use.
+        fit: Puts the methods of another plan in the place of those before, between two steps.
         world: The ranks that train together.
         spread: What the other ranks take part in; None where there is one rank, or a pipeline.
         staged: This rank's stages of a pipeline; None without one.
@@ -54,6 +71,7 @@ class Engine:
     gradient_filter: GradientFilter | None
     routing: Routing
     tiers: tuple[FarTier, ...]
+    fit: Callable[[Plan], Fitted]
     world: World = ALONE
     spread: Spread | None = None
     staged: Staged | None = None
@@ -90,6 +108,24 @@ class Engine:
         with self.ledger.phase("forward") if self.anatomy.model.training else nullcontext():
             self.spread.gather()
         return self.spread(batch, last=last)
+
+    def refitted(self, plan: Plan) -> Self:
+        """Return the engine with `plan`, which differs from the one before in the sizes of tiles alone.
+
+        Exactness:     weights and optimizer state are as they were; steps go on in another order of summation.
+        """
+        with self.ledger.phase("init"):
+            fitted = self.fit(plan)
+        engine = replace(
+            self,
+            head=fitted.head,
+            keepers=fitted.installed.keepers,
+            gradient_filter=fitted.gradient_filter,
+            tiers=fitted.installed.tiers,
+        )
+        if engine.spread is not None:
+            engine.spread.bind(engine.local_loss)
+        return engine
 
     def label_buckets(self) -> None:
         """Count what replicas exchange their gradients in as gradients, which are views of it by now."""
@@ -144,50 +180,66 @@ def build_engine(
             if isinstance(plan.boundary, Offload):
                 in_flight = most_in_flight(pace, world)
         spread = None if world.size == 1 or part is not None else Spread(anatomy, world)
-        names, routing = list(anatomy.layers), Routing()
+        routing, methods = Routing(), scope.enter_context(ExitStack())
+        vocab, experts = (
+            None if mesh is None else mesh[axis].get_group()
+            for mesh, axis in ((world.vocab, "vp"), (world.experts, "ep"))
+        )
 
-        def restored(index: int, tensor: Tensor) -> None:
-            ledger.adopt(tensor, "boundaries", owner=names[index])
+        def fit(plan: Plan) -> Fitted:
+            methods.close()
+            with ledger.category("staging"):
+                installed = install(
+                    model,
+                    plan,
+                    tokens=tokens,
+                    label=_restored(anatomy, ledger),
+                    seen=routing.see,
+                    dry=dry,
+                    experts=experts,
+                    vocab=vocab,
+                    sequence=world.circle,
+                    in_flight=in_flight,
+                )
+                methods.callback(installed.undo)
+            methods.enter_context(ledger.watch(model, head=anatomy.head))
+            _label_boundaries(anatomy, ledger, methods)
+            gradient_filter = filter_of(plan.vocab)
+            head = head_loss(anatomy, plan.vocab, group=vocab, gradient_filter=gradient_filter)
+            return Fitted(installed=installed, head=head, gradient_filter=gradient_filter)
 
-        vocab = None if world.vocab is None else world.vocab["vp"].get_group()
-        with ledger.category("staging"):
-            group = None if world.experts is None else world.experts["ep"].get_group()
-            installed = install(
-                model,
-                plan,
-                tokens=tokens,
-                label=restored,
-                seen=routing.see,
-                dry=dry,
-                experts=group,
-                vocab=vocab,
-                sequence=world.circle,
-                in_flight=in_flight,
-            )
-            scope.callback(installed.undo)
-        scope.enter_context(ledger.watch(model, head=anatomy.head))
-        _label_boundaries(anatomy, ledger, scope)
-    gradient_filter = filter_of(plan.vocab)
+        fitted = fit(plan)
     engine = Engine(
         device=model.device,
         anatomy=anatomy,
-        head=head_loss(anatomy, plan.vocab, group=vocab, gradient_filter=gradient_filter),
+        head=fitted.head,
         packed=isinstance(plan.attention, Packed),
         ledger=ledger,
         facts=facts,
-        keepers=installed.keepers,
-        gradient_filter=gradient_filter,
+        keepers=fitted.installed.keepers,
+        gradient_filter=fitted.gradient_filter,
         routing=routing,
-        tiers=installed.tiers,
+        tiers=fitted.installed.tiers,
+        fit=fit,
         world=world,
         spread=spread,
         staged=None
         if part is None or pace is None
-        else Staged(part, pace, plan, ledger, world, end_tape=installed.end_tape),
+        else Staged(part, pace, plan, ledger, world, end_tape=fitted.installed.end_tape),
     )
     if spread is not None:
         spread.bind(engine.local_loss)
     return engine
+
+
+def _restored(anatomy: Anatomy, ledger: Ledger) -> Callable[[int, Tensor], None]:
+    """Return what counts each boundary that is back on the device."""
+    names = list(anatomy.layers)
+
+    def restored(index: int, tensor: Tensor) -> None:
+        ledger.adopt(tensor, "boundaries", owner=names[index])
+
+    return restored
 
 
 def _label_boundaries(anatomy: Anatomy, ledger: Ledger, scope: ExitStack) -> None:

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planish.errors import DoesNotFit
+from planish.methods import Plan
 from planish.plan.estimate import Estimate, longest_context
+from planish.plan.finer import fit_by_tiles, told
 from planish.runfile import RunFile
 from planish.train.predict import (
     NotPredictable,
@@ -63,7 +65,7 @@ def judge(run: RunFile) -> Verdict:
 
 
 def check_fit(run: RunFile, say: Say, known: Prediction | None = None) -> Prediction | None:
-    """Return what `run` will hold, on each rank where there are several, which fits its budget.
+    """Return what `run` will hold, on each rank where there are several, which fits its budget, and under which plan.
 
     None without a budget where it would take time to find out, and where it cannot be found out.
 
@@ -73,14 +75,36 @@ def check_fit(run: RunFile, say: Say, known: Prediction | None = None) -> Predic
     if run.memory.budget is None and read_table(run) is None:
         return None
     try:
-        prediction = predict(run, say) if known is None else known
+        prediction = adapted(run, predict(run, say) if known is None else known, say)
     except NotPredictable as error:
         say(f"{error} The budget is kept while running all the same.")
         return None
-    error = misfit(run, prediction)
-    if error is not None and run.memory.on_exceed == "strict":
+    error = misfit(replace(run, plan=prediction.plan), prediction)
+    if error is not None and run.memory.on_exceed != "warn":
         raise error
+    if error is not None:
+        say(f"{error}")
     return prediction
+
+
+def adapted(run: RunFile, prediction: Prediction, say: Say) -> Prediction:
+    """Return `prediction`, or where it does not fit and `memory.on_exceed` allows it, that of finer tiles that do."""
+    budget_bytes = run.memory.budget
+    if budget_bytes is None or run.memory.on_exceed != "adapt" or prediction.estimate.peak_bytes <= budget_bytes:
+        return prediction
+    known = {run.plan: prediction}
+
+    def peak(plan: Plan) -> int:
+        if plan not in known:
+            known[plan] = predict(replace(run, plan=plan), say)
+        return known[plan].estimate.peak_bytes
+
+    finer = fit_by_tiles(peak, run.plan, budget_bytes=budget_bytes, tokens=run.tokens_per_microbatch)
+    if finer is None:
+        return prediction
+    needed = format_bytes(prediction.estimate.peak_bytes)
+    say(f"finer tiles fit what would need {needed}: {told(run.plan, finer)}.")
+    return known[finer]
 
 
 def misfit(run: RunFile, prediction: Prediction) -> DoesNotFit | None:

@@ -40,12 +40,13 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """What the loop calls besides training: each gets the step it belongs to."""
+    """What the loop calls besides training, each with its step; `keep_within` returns the job of the next one."""
 
     on_step: Callable[[StepReport], None]
     evaluate: Callable[[int], None]
     save: Callable[[int], None]
     stop_requested: Callable[[], bool]
+    keep_within: Callable[[Job, int], Job] = lambda job, _step: job
 
 
 def train(job: Job, *, first_step: int, hooks: Hooks) -> None:
@@ -66,6 +67,7 @@ def train(job: Job, *, first_step: int, hooks: Hooks) -> None:
                 hooks.save(step)
             if not stopping and _due(step, settings.train.eval_every, last=last):
                 hooks.evaluate(step)
+            job = hooks.keep_within(job, step)
         if stopping and not last:
             raise Interrupted(f"stopped after step {step}; it is saved, continue with `--resume`.")
 

@@ -46,10 +46,12 @@ class Prediction:
     Attributes:
         estimate: Every phase's peak.
         table: What it was priced with; None where a dry run said it.
+        plan: Under which plan.
     """
 
     estimate: Estimate
     table: LayerTable | None
+    plan: Plan
 
 
 def predict(run: RunFile, say: Say) -> Prediction:
@@ -69,10 +71,10 @@ def predict(run: RunFile, say: Say) -> Prediction:
     """
     table = table_of(run, say)
     if table is not None:
-        return Prediction(estimate=price(run, table), table=table)
+        return Prediction(estimate=price(run, table), table=table, plan=run.plan)
     if run.mesh.pp > 1:
         say(f"running a step of each of {run.mesh.pp} ranks of a pipeline on tensors without data ...")
-    return Prediction(estimate=by_dry_run(run), table=None)
+    return Prediction(estimate=by_dry_run(run), table=None, plan=run.plan)
 
 
 def price(run: RunFile, table: LayerTable) -> Estimate:

@@ -85,8 +85,14 @@ class RunFolder:
             else:
                 self._clear()
             self.checkpoints.mkdir(exist_ok=True)
-            write_atomically(self.path / "plan.toml", plan_toml)
-            write_atomically(self.run_toml, run_toml)
+        self.replan(run_toml=run_toml, plan_toml=plan_toml)
+
+    def replan(self, *, run_toml: str, plan_toml: str) -> None:
+        """Note that the run goes on by another plan, and would be resumed with it."""
+        if self.leads:
+            with disk_errors(f"writing the run folder {self.path}"):
+                write_atomically(self.path / "plan.toml", plan_toml)
+                write_atomically(self.run_toml, run_toml)
 
     def close(self) -> None:
         """Let others use the folder; of a run that never began nothing stays, not even its folder's parents."""

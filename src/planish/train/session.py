@@ -2,20 +2,20 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from planish.comm.world import ALONE, World
 from planish.data.cursor import FeedPosition
 from planish.errors import BudgetExceeded, NotFinite, PlanishError, UsageError
 from planish.memory.book import Phase
-from planish.memory.budget import as_exceeded, counted
+from planish.memory.budget import counted, exceeding
 from planish.memory.far import Traffic
 from planish.memory.ledger import Ledger
 from planish.memory.meter import ProcessMeter
@@ -30,6 +30,7 @@ from planish.train import checkpoint
 from planish.train.blame import refuse_non_finite_weights
 from planish.train.changes import setting_changes
 from planish.train.evaluate import EvalReport, evaluate
+from planish.train.exceed import planned, refit, would_have_fitted
 from planish.train.fit import Verdict, check_fit, to_tree
 from planish.train.job import Job, build
 from planish.train.loop import Hooks, StepReport, train
@@ -102,8 +103,10 @@ def run_training(
         predicted = check_fit(run, view.note)
     elif verdict is not None:
         predicted = verdict.tell(view.note)
-    ledger = Ledger(budget_bytes=run.memory.budget, on_exceed=run.memory.on_exceed)
-    with ExitStack() as scope:
+    run = replace(run, plan=planned(run, predicted, world))
+    strict = run.memory.on_exceed == "strict"
+    ledger = Ledger(budget_bytes=run.memory.budget, on_exceed="strict" if strict else "warn")
+    with would_have_fitted(run, folder), ExitStack() as scope:
         scope.enter_context(counted(ledger, run_device()))
         job, first_step = _prepare(folder, view, ledger, lambda: shape(build(run, ledger, scope, world), scope))
         stop = scope.enter_context(StopSignal())
@@ -120,12 +123,13 @@ def run_training(
 
 def _prepare(folder: RunFolder, view: View, ledger: Ledger, make: Callable[[], Job]) -> tuple[Job, int]:
     """Return the job and its first step; the folder is as it was."""
-    try:
+    with exceeding(ledger):
         job = make()
         _check_eval(job)
-        return job, _resume(job, folder, view) if folder.resume else 1
-    except (BudgetExceeded, torch.OutOfMemoryError) as error:
-        raise as_exceeded(error, ledger) from None
+        first_step = _resume(job, folder, view) if folder.resume else 1
+        if job.run.memory.on_exceed == "adapt" and ledger.first_excess is not None:
+            raise ledger.first_excess.error()
+        return job, first_step
 
 
 class _Records:
@@ -142,6 +146,8 @@ class _Records:
         self._metrics = JsonLines(folder.metrics if folder.leads else nowhere)
         self._memory = JsonLines(folder.memory if folder.leads else nowhere)
         self._largest_bytes: dict[Phase, int] = {}
+        self._peaks: dict[Phase, int] = {}
+        self._warned = False
         self._traffic: dict[str, Traffic] = {}
 
     def __enter__(self) -> "_Records":
@@ -155,21 +161,25 @@ class _Records:
 
     def hooks(self, stop: StopSignal) -> Hooks:
         """Return what the loop calls."""
-        return Hooks(on_step=self.step, evaluate=self.evaluate, save=self.save, stop_requested=lambda: stop.requested)
+        return Hooks(
+            on_step=self.step,
+            evaluate=self.evaluate,
+            save=self.save,
+            stop_requested=lambda: stop.requested,
+            keep_within=self.keep_within,
+        )
 
     @contextmanager
     def last_words(self) -> Iterator[None]:
         """Save what can be saved when the run ends before its last step, and say what is kept."""
         try:
-            yield
-        except (BudgetExceeded, torch.OutOfMemoryError) as error:
-            exceeded = as_exceeded(error, self._job.engine.ledger)
-            rank = "" if self._world.leads else f".rank-{self._world.rank}"
-            table = self._folder.path / f"budget-exceeded{rank}.txt"
+            with exceeding(self._job.engine.ledger):
+                yield
+        except BudgetExceeded as error:
             self.memory_line()
-            write_atomically(table, f"{exceeded}\n\n{exceeded.table}\n")
-            said = f"{exceeded} {self._kept()} The whole table is in {table}."
-            raise BudgetExceeded(said, table=exceeded.table) from None
+            table = self._write_table(str(error), error.table)
+            said = f"{error} {self._kept()} The whole table is in {table}."
+            raise BudgetExceeded(said, over_bytes=error.over_bytes) from None
         except NotFinite as error:
             raise NotFinite(f"{error} {self._kept()}") from None
         except UsageError as error:  # from data or its evaluation: the weights are those after the last step
@@ -177,6 +187,32 @@ class _Records:
             raise UsageError(f"{error} {self._kept()}") from error
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"stopped at once. {self._kept()}") from None
+
+    def _write_table(self, sentence: str, table: str) -> Path:
+        """Write what was alive, by category and by module."""
+        rank = "" if self._world.leads else f".rank-{self._world.rank}"
+        path = self._folder.path / f"budget-exceeded{rank}.txt"
+        write_atomically(path, f"{sentence}\n\n{table}\n")
+        return path
+
+    def keep_within(self, job: Job, step: int) -> Job:
+        """Return the job that goes on after a step, tiles made finer where it went over the budget and may not.
+
+        Raises:
+            BudgetExceeded: Finer tiles do not help.
+        """
+        mode, excess = job.run.memory.on_exceed, job.engine.ledger.first_excess
+        if mode == "adapt":
+            peaks = self._world.gather([excess is not None, self._peaks])
+            if step < job.run.train.steps and any(over for over, _ in peaks):
+                self._job = job = refit(job, [each for _, each in peaks], self._view.note)
+                self._peaks, self._traffic = {}, dict(job.traffic)
+                self._folder.replan(run_toml=job.run.to_toml(), plan_toml=job.run.plan.to_toml())
+        elif mode == "warn" and excess is not None and not self._warned:
+            self._warned = True
+            table = self._write_table(excess.sentence, excess.table)
+            sys.stderr.write(f"planish: step {step}: {excess.sentence} The run goes on; the table is in {table}.\n")
+        return job
 
     @contextmanager
     def _shown(self) -> Iterator[None]:
@@ -298,6 +334,7 @@ class _Records:
             if peak.peak_bytes <= self._largest_bytes.get(phase, 0):
                 record["phases"][phase]["owners"] = []
             self._largest_bytes[phase] = max(self._largest_bytes.get(phase, 0), peak.peak_bytes)
+            self._peaks[phase] = max(self._peaks.get(phase, 0), peak.peak_bytes)
         self._memory.write(record)
 
     @contextmanager
