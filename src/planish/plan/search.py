@@ -140,8 +140,17 @@ class Frame:
         if question.disk is not None:
             yield Option(method=StreamAdamW(disk=_ALL), simplicity=3)
 
+    @cached_property
+    def _known(self) -> dict[tuple[Option, ...], Candidate]:
+        return {}
+
     def candidate(self, chosen: tuple[Option, ...]) -> Candidate:
-        """Return the plan of one option for each slot."""
+        """Return the plan of one option for each slot, the same one each time, which knows its prices by then."""
+        if chosen not in self._known:
+            self._known[chosen] = self._candidate(chosen)
+        return self._known[chosen]
+
+    def _candidate(self, chosen: tuple[Option, ...]) -> Candidate:
         methods = {name: option.method for name, option in zip(SLOTS, chosen, strict=True)}
         mesh = MeshShape(
             dp=self.dp,

@@ -128,8 +128,11 @@ def _most(replay: Callable[[Tally, list[Document]], None], batch: BatchShape) ->
     return max(peaks)
 
 
-def _ends(starts: list[int], edge: int) -> list[int]:
-    return starts if len(starts) <= 2 * edge else [*starts[:edge], *starts[-edge:]]
+def _ends(first: list[int], rest: range, edge: int) -> list[int]:
+    """Return `first` and `rest`, but for most of the middle."""
+    if len(first) + len(rest) <= 2 * edge:
+        return [*first, *rest]
+    return [*first, *rest[: edge - len(first)], *rest[-edge:]]
 
 
 def _blocks(
@@ -139,8 +142,7 @@ def _blocks(
     tokens = document.tokens
     reach = tokens if window is None else window
     triangle = min(reach, tokens) if triangle_first else 0
-    starts = [*([0] if triangle else []), *range(triangle, tokens, queries)]
-    for start in _ends(starts, edge):
+    for start in _ends([0] if triangle else [], range(triangle, tokens, queries), edge):
         stop = triangle if start < triangle else min(tokens, start + queries)
         first_key = max(0, start - reach + 1)
         yield _Block(
@@ -157,7 +159,7 @@ def _far_blocks(call: Call, *, queries: int | None, edge: int) -> Iterator[_Bloc
     assert call.far is not None
     keys, lead = call.far
     window, step = call.attention.window, queries or max(1, call.context)
-    for start in _ends(list(range(0, call.context, step)), edge):
+    for start in _ends([], range(0, call.context, step), edge):
         first_key = 0 if window is None else max(0, lead + start - window + 1)
         yield _Block(
             rows=call.rows,
@@ -246,7 +248,7 @@ def _tile_keys(call: Call) -> int:
 def _tiles(block: _Block, call: Call) -> Iterator[tuple[int, bool]]:
     """Yield the keys of each tile of a block, and whether it is masked; not most of the middle ones."""
     step = _tile_keys(call)
-    for start in _ends(list(range(0, block.keys, step)), _EDGE):
+    for start in _ends([], range(0, block.keys, step), _EDGE):
         keys = min(step, block.keys - start)
         yield keys, _is_masked(block.queries, keys, block.lead - start, call.attention.window)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from math import ceil
 from typing import Self
 
@@ -78,13 +77,17 @@ class Boundaries:
 
     def goes(self, index: int) -> bool:
         """Return whether boundary `index` is offloaded."""
-        ordinal, rest = divmod(index, self.every)
-        return not rest and ordinal < self.num_slots and index < self.num_boundaries - self.keep_last * self.every
+        return index < self._end and index % self.every == 0
 
     @property
     def offloaded(self) -> tuple[int, ...]:
         """The boundaries that are offloaded."""
-        return tuple(index for index in range(self.num_boundaries) if self.goes(index))
+        return tuple(range(0, self._end, self.every))
+
+    @property
+    def _end(self) -> int:
+        """Number of the first boundary of which, and of all after it, none is offloaded."""
+        return max(0, min(self.num_slots * self.every, self.num_boundaries - self.keep_last * self.every))
 
     def away_in_forward(self, index: int) -> list[int]:
         """Return which are in far memory alone while layer `index` runs forward; after the last, the head runs so."""
@@ -94,10 +97,9 @@ class Boundaries:
         """Return which are in far memory alone while layer `index` runs again and backward."""
         return self._away(index, self.every)
 
-    @lru_cache(maxsize=4096)  # noqa: B019 - frozen, and small
     def _away(self, index: int, distance: int) -> list[int]:
         """Return those that go before `index`, but for one that is at most `distance` layers before it."""
-        gone = [each for each in range(index) if self.goes(each)]
+        gone = list(range(0, min(index, self._end), self.every))
         return gone[:-1] if gone and index - gone[-1] <= distance else gone
 
 

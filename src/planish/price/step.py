@@ -1,7 +1,8 @@
 """A training step as a walk through its moments: what is alive at each and who holds it, for any batch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from planish.methods import (
     Activation,
@@ -22,48 +23,21 @@ from planish.price.boundary import Boundaries, Depth, kept_bytes
 from planish.price.dispatch import experts_bytes, tile_rows
 from planish.price.dispatch_ranks import rank_bytes
 from planish.price.head import HeadBytes
-from planish.price.sharding import Gathered
+from planish.price.moment import Alive, Moment, Sizes, joined
+from planish.price.rows import stands_for
 from planish.price.table import Holder, LayerTable, Leg, Lines, Part, Pass
 from planish.shapes import BatchShape
-
-Sizes = dict[Holder, int]
 
 _ATTENTION = Holder("layer working set", "attention")
 _EXPERTS = Holder("layer working set", "experts")
 _FEED_FORWARD = Holder("layer working set", "feed-forward")
 _HEAD = Holder("head tiles", "the head")
-_EDGE = 3
+_LAG = 2
 _GATHERED = Holder("gathered weights", "layers and head")
 _BUCKETS = Holder("gradients", "buckets")
 
 # What a disk keeps in memory: two slots to copy through, and room to align them.
 _RING_BYTES = 2 * 2**20 + 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """A moment that may be the peak of its phase.
-
-    Attributes:
-        phase: Named as the ledger names it.
-        layer: Number of the layer at work; None outside of the layers.
-        doing: What has just been allocated for, in words.
-        sizes: Bytes alive, by holder.
-    """
-
-    phase: str
-    layer: int | None
-    doing: str
-    sizes: Sizes
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes alive together."""
-        return sum(self.sizes.values())
-
-    def beside(self, sizes: Sizes) -> "Moment":
-        """Return the moment with other bytes alive too."""
-        return Moment(phase=self.phase, layer=self.layer, doing=self.doing, sizes=_sum(self.sizes, sizes))
 
 
 def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *, master: bool) -> Iterator[Moment]:
@@ -83,8 +57,7 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
         ),
         Holder("other", "buffers"): table.buffers_bytes,
     }
-    for each in tensors:
-        base = _sum(base, {Holder("parameters", each.name): state.parameter_bytes([each])})
+    base = reduce(joined, ({Holder("parameters", each.name): state.parameter_bytes([each])} for each in tensors), base)
     depth = _Depth.of(plan.boundary, table, batch)
     if depth.boundaries is not None:
         base[Holder("staging", "far memory")] = _RING_BYTES
@@ -99,6 +72,7 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
         base[Holder("staging", "activations")] = arena
     if table.buckets:
         base[_BUCKETS] = state.parameter_bytes(tensors)
+    before = Alive.of(base).plus({})
     walk = _Walk(
         table=table,
         batch=batch,
@@ -108,7 +82,9 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
         activation=plan.activation,
         checkpointed=not isinstance(plan.boundary, Plain),
         boundary=_boundary(table),
-        live=base,
+        times=depth.times(table.layers),
+        sized={},
+        live=before,
     )
     if table.num_shards > 1:
         yield _dealing(table, base)
@@ -122,27 +98,22 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
         tensors, plan.optim, master=master, microbatches=batch.microbatches, num_shards=table.num_shards
     )
     if table.buckets:  # gradients are views of them by now
-        walk.live = {
-            holder: size for holder, size in walk.live.items() if holder.category != "gradients" or holder == _BUCKETS
-        }
+        held = walk.live.sizes.items()
+        walk.live = Alive.of({each: size for each, size in held if each.category != "gradients" or each == _BUCKETS})
     yield walk.moment("optimizer", None, "updating the parameters", {Holder("staging", "gradients"): update})
-    walk.live = base
+    walk.live = before
     yield from walk.through(table.evaluation)
-    walk.live = base
+    walk.live = before
     yield walk.moment("save", None, "writing weights", {Holder("staging", "converted weights"): table.save_bytes})
     read = state.resume_bytes(tensors, master=master)
     yield walk.moment("resume", None, "reading tensors", {Holder("staging", "checkpoint"): read})
-
-
-def _gather(moment: Moment, gathered: Gathered) -> Moment:
-    return moment.beside({_GATHERED: gathered.at(moment.phase, in_layer=moment.layer is not None)})
 
 
 def _dealing(table: LayerTable, base: Sizes) -> Moment:
     """Return the first rank's moment of dealing out the weights, which it alone has loaded."""
     shards = {holder: size for holder, size in base.items() if holder.category == "parameters"}
     loaded = {Holder("other", "the whole model"): state.deal_bytes(table.tensors, table.num_shards)}
-    return Moment(phase="init", layer=None, doing="dealing out the weights", sizes=shards | loaded)
+    return Moment(phase="init", layer=None, doing="dealing out the weights", alive=Alive.of(shards | loaded))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +164,12 @@ class _Depth:
         embedded = phase == "forward" and 0 in away
         return sum(self.boundary_bytes + self.kept[each] for each in away) - embedded * self.boundary_bytes
 
+    def times(self, layers: tuple[int, ...]) -> list[int]:
+        """Return for how many layers each stands, those alike of which the same goes."""
+        far = self.boundaries
+        goes = [far is not None and far.goes(index) for index in range(len(layers))]
+        return stands_for(tuple(zip(layers, goes, strict=True)), lag=_LAG * (0 if far is None else far.every))
+
 
 @dataclass(slots=True, kw_only=True)
 class _Walk:
@@ -206,49 +183,57 @@ class _Walk:
     activation: Activation
     checkpointed: bool
     boundary: Holder
-    live: Sizes
+    times: Sequence[int]
+    sized: dict[int, Sizes]
+    live: Alive
 
     def add(self, sizes: Sizes) -> None:
-        self.live = _sum(self.live, sizes)
+        self.live = self.live.with_last(sizes)
 
     def moment(self, phase: str, layer: int | None, doing: str, sizes: Sizes | None = None) -> Moment:
-        return Moment(phase=phase, layer=layer, doing=doing, sizes=_sum(self.live, sizes or {}))
+        return Moment(phase=phase, layer=layer, doing=doing, alive=self.live.plus(sizes or {}))
 
     def through(self, which: Pass) -> Iterator[Moment]:
         """Yield the moments of one pass."""
-        trained = bool(which.leave)
-        alike = _alike(self.table.layers, self.depth)
+        trained, gathered = bool(which.leave), self.table.gathered
         for part, layer, leg in which.walk(self.table.layers):
-            if layer in alike:
-                if layer - 1 not in alike:
-                    self._pass_by(leg, layer, part if trained else None, times=_row_length(alike, layer))
+            times = 1 if layer is None else self.times[layer]
+            if times != 1:
+                self._pass_by(leg, layer, part if trained else None, times=times)
                 continue
-            away = self.depth.away(part, layer, leg.phase) if trained else 0
+            beside = {self.boundary: -self.depth.away(part, layer, leg.phase)} if trained else {}
+            if gathered is not None:
+                beside[_GATHERED] = gathered.at(leg.phase, in_layer=layer is not None)
             for moment in self._leg(leg, layer, part if trained else None):
-                here = moment.beside({self.boundary: -away}) if away else moment
-                yield here if self.table.gathered is None else _gather(here, self.table.gathered)
+                yield moment.beside(beside)
 
-    def _pass_by(self, leg: Leg, layer: int, part: Part | None, times: int) -> None:
-        """Leave behind what a leg does, for a row of layers whose moments lie between those of others."""
+    def _pass_by(self, leg: Leg, layer: int | None, part: Part | None, times: int) -> None:
+        """Leave behind what a leg does, for layers of a row whose moments lie between those of others."""
+        if not times:
+            return
         before = self.live
         self.add(self._at(leg.change))
         for _ in self._then(leg, layer, part):
             pass
-        change = {holder: size - before.get(holder, 0) for holder, size in self.live.items()}
-        self.live = _sum(before, {holder: size * times for holder, size in change.items()})
+        self._again(before, times)
 
     def skip(self, which: Pass, times: int) -> None:
         """Leave behind what a pass does, several times."""
         before = self.live
         for _ in self.through(which):
             pass
-        change = _sum(self.live, {holder: -size for holder, size in before.items()})
-        self.live = _sum(before, {holder: size * times for holder, size in change.items()})
+        self._again(before, times)
+
+    def _again(self, before: Alive, times: int) -> None:
+        """Have what has been added since `before` so many times."""
+        held = before.parts[-1]
+        change = {holder: size - held.get(holder, 0) for holder, size in self.live.parts[-1].items()}
+        self.live = before.with_last({holder: size * times for holder, size in change.items() if size})
 
     def _leg(self, leg: Leg, layer: int | None, part: Part | None) -> Iterator[Moment]:
         doing = "the head" if leg.phase == "head" else "around the layers" if layer is None else "inside"
-        for peak in ({}, *leg.peaks) if leg.phase else ():
-            yield self.moment(leg.phase, layer, doing, self._at(peak))
+        if leg.phase:
+            yield self.moment(leg.phase, layer, doing, self._most(leg))
         self.add(self._at(leg.change))
         yield from self._then(leg, layer, part)
 
@@ -321,35 +306,16 @@ class _Walk:
         if part is not None and not (forward and part == "forward" and self.checkpointed):
             self.add({_FEED_FORWARD: added.kept if forward else -added.kept})
 
+    def _most(self, leg: Leg) -> Sizes:
+        """Return what is alive at the worst of a leg's moments."""
+        if id(leg) not in self.sized:
+            self.sized[id(leg)] = max(({}, *map(self._at, leg.peaks)), key=lambda each: sum(each.values()))
+        return self.sized[id(leg)]
+
     def _at(self, lines: Lines) -> Sizes:
-        return {holder: line.at(self.batch) for holder, line in lines.items()}
-
-
-def _row_length(alike: frozenset[int], first: int) -> int:
-    length = 1
-    while first + length in alike:
-        length += 1
-    return length
-
-
-def _alike(layers: tuple[int, ...], depth: _Depth) -> frozenset[int]:
-    """Return the layers between others of their kind: what is alive grows evenly there, so no peak lies inside.
-
-    Three layers at either end of a row are walked all the same, for far memory lags two behind.
-    """
-    if depth.boundaries is not None and depth.boundaries.every > 1:
-        return frozenset()
-    found = set()
-    for index in range(_EDGE, len(layers) - _EDGE):
-        if len(set(layers[index - _EDGE : index + _EDGE + 1])) == 1:
-            found.add(index)
-    if depth.boundaries is not None:  # where it is full, the rest stay
-        found -= {index for index in found if len({depth.boundaries.goes(i) for i in range(index - 3, index + 4)}) > 1}
-    return frozenset(found)
-
-
-def _sum(left: Sizes, right: Sizes) -> Sizes:
-    return left | {holder: left.get(holder, 0) + size for holder, size in right.items()}
+        if id(lines) not in self.sized:
+            self.sized[id(lines)] = {holder: line.at(self.batch) for holder, line in lines.items()}
+        return self.sized[id(lines)]
 
 
 def _boundary(table: LayerTable) -> Holder:

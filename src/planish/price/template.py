@@ -77,6 +77,7 @@ def has_template(shape: ModelShape) -> bool:
 
 
 _ALONE = MeshShape()
+_NOTHING = Line()
 _EMBEDDING = "model.embed_tokens.weight"
 _ALIASES = {
     "mistral": "llama",
@@ -144,6 +145,7 @@ class _Writer:
         self._whole = {each.name: whole_part(each, mesh).numel * itemsize for each in shape.tensors}
         self._own = {each.name: each.numel * itemsize for each in self._own_tensors}
         self._kinds = [kind_of(layer) for layer in shape.layers]
+        self._legs: dict[tuple[int, LayerShape], Leg] = {}
 
     def table(self) -> LayerTable:
         """Return the table; every sort of layer that the model has is one of the template's, or the nearest to it."""
@@ -239,14 +241,16 @@ class _Writer:
         return (*legs[:-1], replace(legs[-1], change=last))
 
     def _leg(self, number: int, layer: LayerShape) -> Leg:
-        phase, then, change, *peaks = self._tree["legs"][number]
-        symbols = {"1": 1, **widths(self._shape, layer)}
-        return Leg(
-            phase=phase,
-            peaks=_largest([self._lines(each, symbols) for each in peaks]),
-            change=self._lines(change, symbols),
-            then=then,
-        )
+        if (number, layer) not in self._legs:
+            phase, then, change, *peaks = self._tree["legs"][number]
+            symbols = {"1": 1, **widths(self._shape, layer)}
+            self._legs[number, layer] = Leg(
+                phase=phase,
+                peaks=_largest([self._lines(each, symbols) for each in peaks]),
+                change=self._lines(change, symbols),
+                then=then,
+            )
+        return self._legs[number, layer]
 
     def _lines(self, tree: Mapping[str, Any], symbols: Mapping[str, int]) -> Lines:
         found: Lines = {}
@@ -254,11 +258,9 @@ class _Writer:
             token, fixed = _long(name, row)
             per_token = sum(factor * symbols.get(symbol, 0) for symbol, factor in token.items())
             nbytes = sum(factor * self._fixed(param) for param, factor in fixed.items())
-            holder = Holder(*name.split(": ", 1))
-            line = Line(nbytes // HALVES, -(-per_token // HALVES))
-            if holder.owner == "lm_head.weight" and self._shape.tied:
-                holder = Holder(holder.category, _EMBEDDING)
-            found[holder] = Line(*map(sum, zip(found.get(holder, Line()), line, strict=True)))
+            holder = _holder(name, tied=self._shape.tied)
+            before = found.get(holder, _NOTHING)
+            found[holder] = Line(before.fixed + nbytes // HALVES, before.per_token - -per_token // HALVES)
         return found
 
     def _fixed(self, name: str) -> int:
@@ -308,6 +310,12 @@ class _Writer:
             return experts[-1] if experts else 0
         again = 3 if self._mesh.vp > 1 else 2
         return max(sum(experts) + max(experts, default=0), again * max(set(sizes.values()) - set(experts)))
+
+
+@cache
+def _holder(name: str, *, tied: bool) -> Holder:
+    holder = Holder(*name.split(": ", 1))
+    return Holder(holder.category, _EMBEDDING) if tied and holder.owner == "lm_head.weight" else holder
 
 
 def _largest(moments: list[Lines]) -> tuple[Lines, ...]:
