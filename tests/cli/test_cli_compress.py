@@ -182,6 +182,8 @@ def test_a_budget_that_fits_holds(scene, capsys):
         (["--parameters", "0.8x", "--train.lr", "1e-3"], "`train.lr` has no effect without lessons"),
         (["--parameters", "0.8x", "--distil-tokens", "1K", "--train.steps", "3"], "where `--distil-tokens` decides"),
         (["--parameters", "0.8x", "--distil-tokens", "1K", "--data.context", "3"], "the options of `planish compress`"),
+        (["--parameters", "0.8x", "--tournament", "1K"], "`--distil-tokens 1M`"),
+        (["--parameters", "0.8x", "--distil-tokens", "1K", "--tournament", "1K"], "at least 6,144 tokens"),
         (["--parameters", "0.8x", "--distil-tokens", "8"], "at least the 256 tokens of one step"),
         (["--parameters", "0.8x", "--distil-tokens", "1K", "--rows", "8", "4", "74"], "no other stage reads"),
     ],
@@ -274,6 +276,26 @@ def _stopping(text):
 
 def _digest(child):
     return [(path.name, path.read_bytes()) for path in sorted(child.iterdir()) if path.suffix != ".json"]
+
+
+@pytest.mark.slow
+def test_a_tournament_says_who_won_and_goes_on(scene, capsys):
+    _, words, out = scene
+    asked = ["--parameters", "0.7x", "--tournament", "6K", "--distil-tokens", "1K", "--train.global-tokens", "64"]
+    code, said, err = _run([*words, *asked], capsys)
+    assert code == 0, err
+    tree = json.loads((out / "outcome.json").read_text())
+    entrants = tree["tournament"]
+    assert len(entrants) >= 3
+    assert said.count("tournament: ") >= len(entrants)
+    assert tree["child"]["layers"] == entrants[0]["layers"]
+    assert sum(each["steps"] for each in entrants) * 64 <= 6 * 1024
+    assert sorted(each["rank_before"] for each in entrants) == [*range(1, len(entrants) + 1)]
+    before = _digest(out / "child")
+    shutil.rmtree(min((out / "learned").iterdir()))
+    assert _run([*words, *asked], capsys)[0] == 0
+    assert _digest(out / "child") == before
+    assert json.loads((out / "outcome.json").read_text())["tournament"] == entrants
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ def _outcome(**changes):
         "targets": [],
         "parent": _judged("parent", 1, 3.0, ["kv4+width64"] * 3),
         "searched": None,
+        "tournament": [],
         "child": _judged("search", 0.6, 3.25, ["kv4+width64", "none+linear", "kv2-window8+width32"]),
         "baselines": [_judged("depth drop", 0.6, 4.0, ["none+none"] * 3)],
         "curve": [[1.0, 0.0], [0.6, 0.3]],
@@ -51,6 +52,9 @@ def test_every_layer_and_baseline_is_on_the_page():
         assert f"layer {layer}: {text}<" in page
     assert "depth drop" in page
     before = _judged("before lessons", 0.6, 3.5, ["kv4+width64"] * 3)
+    row = {"name": "yet other layers", "steps": 12, "before": 0.5, "after": 0.125, "rank_before": 3, "rank_after": 1}
+    page = draw_child_page(_outcome(tournament=[row]))
+    assert [text in page for text in ("yet other layers", "0.5000", "0.1250")] == [True] * 3
     assert "before lessons" in draw_child_page(_outcome(searched=before))
     assert "+1.0000" in page
     assert "0.990 (Spearman)" in page

@@ -76,6 +76,9 @@ class Options:
     distil_tokens: str | None = None
     """Tokens from which the whole child learns to do what its parent does, such as "1M": text of `--text` that no other
     stage reads, again and again where there is less; default: none."""
+    tournament: str | None = None
+    """Tokens that several candidates (by other scores, in other layers, by depth drop) share before one of them has its
+    lessons: each is taught a little, the worse half dropped, and so on; such as "256K", default: none."""
     baselines: bool = False
     """Also assemble, measure and judge greedy, depth drop, uniform width, no-op only, most parameters, and a draw."""
     dtype: Literal["bf16", "fp32"] = "fp32"
@@ -203,6 +206,7 @@ def read_order(options: Options, settings: list[tuple[str, Any]]) -> Any:
     Raises:
         UsageError: Options that do not go together.
     """
+    from planish.compress.baselines import BASELINES
     from planish.compress.order import (
         Order,
         latency_targets,
@@ -250,6 +254,7 @@ def read_order(options: Options, settings: list[tuple[str, Any]]) -> Any:
         text=options.text,
         context=count(options.context, name="--context"),
         seed=options.seed,
+        tournament=options.tournament,
         dtype=options.dtype,
     )
     budget = dict(settings).get("memory.budget")
@@ -281,8 +286,9 @@ def read_order(options: Options, settings: list[tuple[str, Any]]) -> Any:
         menu=menu,
         block_steps=options.block_steps,
         lessons=lessons,
+        tournament_tokens=0 if options.tournament is None else count(options.tournament, name="--tournament"),
         bf16_scores=options.bf16_scores,
-        baselines=options.baselines,
+        baselines=(*BASELINES, "drawn") if options.baselines else (),
         budget_bytes=budget_bytes,
         seed=options.seed,
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from planish.cli import demo_activation, demo_dispatch
+from planish.cli import demo_activation, demo_dispatch, demo_puzzle
 from planish.cli.options import parse_plain
 from planish.cli.say import say
 from planish.decode import method_name, nearest
@@ -33,7 +33,8 @@ class Options:
     """Train SmolLM2-135M on English text at 4,096 tokens, plain and bounded, and compare (minutes on two cores)."""
 
     peak: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="PEAK")] = None
-    """Show one peak alone, in a minute: attention, vocab, dispatch, boundary, activation or optim."""
+    """Show one peak alone, in a minute: attention, vocab, dispatch, boundary, activation or optim; or a smaller child
+    that was searched for: puzzle."""
     dir: Path = Path("runs/demo")
     """Run folder; what an earlier demo wrote there is replaced."""
 
@@ -54,7 +55,7 @@ def main(words: list[str]) -> int:
     """Run the verb."""
     options = parse_plain(Options, words, verb="demo")
     peaks = [field.name for field in fields(Plan) if getattr(Plan(), field.name) != Plain()]
-    peaks += ["activation", "dispatch"]
+    peaks += ["activation", "dispatch", "puzzle"]
     if options.peak is not None and options.peak not in peaks:
         raise UsageError(f"no peak {options.peak!r} to show; {nearest(options.peak, peaks)}")
 
@@ -68,6 +69,8 @@ def main(words: list[str]) -> int:
         _optimizers()
     elif options.peak == "activation":
         demo_activation.show()
+    elif options.peak == "puzzle":
+        demo_puzzle.show()
     elif options.peak == "dispatch":
         demo_dispatch.show(measure)
     elif options.peak == "boundary":

@@ -3,6 +3,7 @@
 from typing import Any
 
 from planish.cli.options import count
+from planish.compress.tournament import MOST, least_steps
 from planish.errors import UsageError
 from planish.runfile import RunFile, load
 
@@ -21,6 +22,7 @@ def read_lessons(
     context: int,
     dtype: str,
     seed: int,
+    tournament: str | None,
 ) -> RunFile | None:
     """Return the run of the lessons, its text and folders to be named later; None where no tokens are given.
 
@@ -32,6 +34,7 @@ def read_lessons(
         context: Tokens of a row.
         dtype: "bf16" or "fp32".
         seed: Order of the text.
+        tournament: Tokens of a tournament, as the user wrote them.
 
     Raises:
         UsageError: A setting that a child's lessons do not have, or one without lessons.
@@ -45,6 +48,8 @@ def read_lessons(
                 f"`{name}` has no effect without lessons; say how long they are with `--distil-tokens 1M`."
             )
     if tokens is None:
+        if tournament is not None:
+            raise UsageError("`--tournament` chooses who has lessons; say how long they are with `--distil-tokens 1M`.")
         return None
     base: list[tuple[str, Any]] = [
         ("model.from", model),
@@ -62,6 +67,11 @@ def read_lessons(
         raise UsageError(
             f"`--distil-tokens` ({wanted:,}) must be at least the {each:,} tokens of one step; raise it, or lower "
             "`train.global_tokens`."
+        )
+    if tournament is not None and count(tournament, name="--tournament") < least_steps(MOST) * each:
+        raise UsageError(
+            f"`--tournament` ({tournament}) must be at least {least_steps(MOST) * each:,} tokens: {MOST} candidates at "
+            f"most, and one step of {each:,} tokens for each in the first round."
         )
     steps = wanted // each
     length = [("train.steps", steps), ("train.warmup", steps // 20), ("save.every", max(1, steps // 10))]

@@ -6,19 +6,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from planish.compress.library import Library
 from planish.compress.outcome import RECORD
+from planish.compress.realise import write_child
+from planish.compress.space import Architecture
 from planish.errors import WorldFailed
 
 _TOKENIZER = ("tokenizer", "special_tokens", "vocab", "merges", "chat_template")
 _OF_THE_RUN = ("state", "manifest.json")
 
 
-def add_tokenizer(parent: Path, folder: Path) -> None:
-    """Copy a parent's tokenizer into a child's folder.
+def write_untaught(library: Library, child: Architecture, folder: Path, parent: Path) -> None:
+    """Write a child as its blocks are, with the tokenizer of its parent's folder.
 
     Raises:
         WorldFailed: The disk refuses.
     """
+    shutil.rmtree(folder, ignore_errors=True)
+    write_child(library, child, folder)
     try:
         for path in sorted(parent.iterdir()):
             if path.name.startswith(_TOKENIZER):

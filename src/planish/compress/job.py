@@ -1,6 +1,5 @@
 """From a trained model to a verified child: stages that each go on where they stopped, and what they found."""
 
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,33 +11,32 @@ from typing import Any
 import torch
 
 from planish.compress.baselines import BASELINES, Task, drawn
+from planish.compress.candidates import candidates
 from planish.compress.costs import Costs, Scenario, model_bytes, model_parameters
-from planish.compress.deliver import add_tokenizer, hand_over
+from planish.compress.deliver import hand_over, write_untaught
 from planish.compress.distil import Distillation, distil, distil_bytes
 from planish.compress.journal import Journal, key_of
 from planish.compress.judge import Judge, Whole
 from planish.compress.known import Known
-from planish.compress.learn import learn, tokens_of
 from planish.compress.library import Library
 from planish.compress.make import make_library
 from planish.compress.measure import Timing, calibrated, machine, measure_costs, sizes_of
 from planish.compress.order import Order, at_batch, check_fits, stage_bytes
 from planish.compress.outcome import Judged, Outcome, record_of
 from planish.compress.parent import open_parent
-from planish.compress.realise import write_child
+from planish.compress.school import School
 from planish.compress.scores import Scores, Scoring, influence, score
 from planish.compress.search import Ceiling, as_problem, best_batch, pareto, search
 from planish.compress.settle import Make, Quality, Settled, improve, settle
 from planish.compress.space import Architecture
 from planish.compress.stack import Stack
-from planish.compress.text import rows_of, write_rest
+from planish.compress.text import rows_of
+from planish.compress.tournament import Entrant
 from planish.compress.verify import opened
 from planish.data.encode import Tokenizer
 from planish.errors import DoesNotFit
 from planish.knapsack import prices
 from planish.memory.ledger import Ledger
-from planish.runfile import RunFile
-from planish.sections import MemorySection, SaveSection
 
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4)
 Note = Callable[[str], None]
@@ -82,16 +80,21 @@ class Job:
             WorldFailed: The disk refuses.
         """
         parent, lessons = self.space.parent, self.order.lessons
-        read = "" if lessons is None else self._write_text(lessons)
+        school = None if lessons is None else School(self.order, lessons, self._folder, self._tokenizer, self._note)
         if self.order.batches:
             self._choose_batch()
         settled = self._settled(self._search)
         if settled is None:
             raise DoesNotFit("no child was found; the targets leave none.")
-        best, costs = settled.architecture, settled.costs
+        best, costs, rounds = settled.architecture, settled.costs, {}
         if self.order.context_rounds:
             best, costs = self._rounds(best, costs)
-        searched, child = self._finish(best, costs, read)
+            rounds = {"context rounds": replace(settled, architecture=best, costs=costs)}
+        entrants, start = [], None
+        if school is not None and self.order.tournament_tokens:
+            entrants, found, start = self._tournament(school, {"search": settled} | rounds)
+            best, costs = found.architecture, found.costs
+        searched, child = self._finish(best, costs, school, start)
         baselines = tuple(self._baselines(costs)) if self.order.baselines else ()
         known = self.scores.additivity()
         return Outcome(
@@ -100,6 +103,7 @@ class Job:
             parent=self._judge("parent", parent, self.costs),
             child=child,
             searched=searched,
+            entrants=tuple(entrants),
             baselines=baselines,
             curve=tuple((share, found.harm) for share, found in self._curve(costs)),
             harm=tuple(self.scores.value(i, each, self.order.metric) for i, each in enumerate(best.layers)),
@@ -145,6 +149,7 @@ class Job:
             self._calibration,
             self.order.out / "library",
             menu=self.order.menu,
+            settings=self.order.calibration,
             budget_bytes=self.order.budget_bytes,
             progress=self._progress("library"),
         )
@@ -276,7 +281,9 @@ class Job:
             quality=found,
         )
 
-    def _finish(self, best: Architecture, costs: Costs, read: str) -> tuple[Judged | None, Judged]:
+    def _finish(
+        self, best: Architecture, costs: Costs, school: School | None, start: Path | None
+    ) -> tuple[Judged | None, Judged]:
         """Write the child, taught where that was asked for, and return it before and after its lessons.
 
         It is measured and judged as transformers opens what was written.
@@ -284,18 +291,19 @@ class Job:
         Args:
             best: Its layers.
             costs: That hold for it.
-            read: A hash of the text of its lessons.
+            school: Where it learns.
+            start: What it has learned already.
 
         Raises:
             VerificationFailed: What was written is not of the size that was searched for.
         """
         folder, name = self.order.out / "child", key_of(self.library.made_from, best.to_tree())
         searched, made = None, folder
-        if self.order.lessons is None:
-            self._write(best, folder)
+        if school is None:
+            write_untaught(self.library, best, folder, self._folder)
         else:
             searched = self._judge("search", best, costs)
-            made, name = self._taught(best, self.order.lessons, read)
+            made, name = school.taught(self.library, best, start)
         self._note("child: opened by transformers, measured and judged")
         size = model_parameters(self.space, best, costs.sizes)
         whole, held_bytes = opened(made, self.order.scenarios, parameters=size)
@@ -305,49 +313,39 @@ class Job:
         hand_over(made, folder, record_of(child, self.order, self._folder, self.ceilings, self.known.parent_s))
         return searched, child
 
-    def _write(self, child: Architecture, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        write_child(self.library, child, folder)
-        add_tokenizer(self._folder, folder)
+    @cached_property
+    def _task(self) -> Task:
+        return Task(
+            space=self.space,
+            harm=self.scores.table(self.space, self.order.metric),
+            ceilings=self.ceilings,
+            costs=self.costs,
+            influence=influence(Stack(self.library, dtype=self._score_dtype), self._scored),
+            seed=self.order.seed,
+        )
 
-    def _write_text(self, lessons: RunFile) -> str:
-        """Write what the lessons read, which no other stage does, and return a hash of it."""
-        order = self.order
-        skip, count = sum(order.rows) * order.context, tokens_of(lessons)
-        return write_rest(order.text, self._tokenizer, self._text, skip=skip, count=count, at_least=order.context)
+    def _tournament(self, school: School, first: dict[str, Settled]) -> tuple[list[Entrant], Settled, Path]:
+        """Return how candidates fared, the winner first, the winner, and the folder of what it has learned.
 
-    @property
-    def _text(self) -> Path:
-        return self.order.out / "lessons.bin"
-
-    def _taught(self, child: Architecture, lessons: RunFile, read: str) -> tuple[Path, str]:
-        """Return the folder of the child once it has learned from its parent, and a hash of all that it is made of."""
-        start = self.order.out / "searched"
-        how = replace(lessons, memory=MemorySection(), save=SaveSection()).to_toml()
-        name = key_of(self.library.made_from, child.to_tree(), read, how)
-        self._write(child, start)
-        return learn(start, self._text, lessons, self.order.out / "learned" / name, self._note), name
+        They are ranked on the rows that score: those that judge have chosen nothing.
+        """
+        found = candidates(first, self.scores, self._task, self.known.seconds, metric=self.order.metric)
+        names = {name: each.architecture for name, each in found.items()}
+        judge = Judge(Stack(self.library), self._scored, every=self.order.every)
+        entrants, start = school.tournament(self.library, names, judge)
+        return entrants, found[entrants[0].name], start
 
     def _baselines(self, costs: Costs) -> list[Judged]:
-        turned = influence(Stack(self.library, dtype=self._score_dtype), self._scored)
-        harm = self.scores.table(self.space, self.order.metric)
-
-        def task(now: Costs) -> Task:
-            return Task(
-                space=self.space,
-                harm=harm,
-                ceilings=self.ceilings,
-                costs=now,
-                influence=turned,
-                seed=self.order.seed,
-            )
-
         found = []
-        for name, make in BASELINES.items():
-            settled = self._settled(lambda now, make=make: make(task(now)))
+        for name in self.order.baselines:
+            make = BASELINES.get(name)
+            if make is None:
+                found += [self._judge(name, each, costs) for each in drawn(replace(self._task, costs=costs), 1)]
+                continue
+            settled = self._settled(lambda now, make=make: make(replace(self._task, costs=now)))
             if settled is not None:
                 found.append(self._judge(name, settled.architecture, settled.costs))
-        return found + [self._judge("drawn", each, costs) for each in drawn(task(costs), 1)]
+        return found
 
     def _curve(self, costs: Costs) -> list[tuple[float, Any]]:
         """Return the best child at shares of the parent, latency and memory moved together."""

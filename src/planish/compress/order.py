@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from planish.compress.calibrate import Calibration
 from planish.compress.costs import (
     Costs,
     Numbers,
@@ -72,10 +73,12 @@ class Order:
         batches: Rows decoded at once that are tried; the one that lets the least harm through is served.
         context_rounds: Rounds of scores around the child that was found.
         menu: Options of every layer.
+        calibration: How blocks are initialised.
         block_steps: Steps of blockwise distillation of each block that is smaller than the parent's; 0 for none.
         lessons: How the child learns from its parent as a whole, text and folders excepted; None leaves it as it is.
+        tournament_tokens: Tokens that several candidates share before the best of them has its lessons; 0 for none.
         bf16_scores: Whether scores run layers in bf16.
-        baselines: Whether the baselines are assembled, measured and judged too.
+        baselines: Names of the baselines that are assembled, measured and judged too.
         budget_bytes: What tensors may hold in each stage; None for no limit.
         seed: Which rows, and what is drawn.
     """
@@ -97,8 +100,10 @@ class Order:
     menu: Menu = field(default_factory=Menu)
     block_steps: int = 0
     lessons: RunFile | None = None
+    tournament_tokens: int = 0
     bf16_scores: bool = False
-    baselines: bool = False
+    baselines: tuple[str, ...] = ()
+    calibration: Calibration = field(default_factory=Calibration)
     budget_bytes: int | None = None
     seed: int = 0
 

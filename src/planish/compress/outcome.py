@@ -13,6 +13,7 @@ from planish.compress.search import Ceiling
 from planish.compress.settle import Quality
 from planish.compress.space import Architecture
 from planish.compress.text import rows_of
+from planish.compress.tournament import Entrant
 from planish.data.encode import Tokenizer
 
 RECORD = "compress.json"
@@ -51,6 +52,7 @@ class Outcome:
         parent: The parent as its own child.
         child: What was made.
         searched: The same before it learned from its parent; None where it did not.
+        entrants: How candidates fared in a tournament, the winner first; empty without one.
         baselines: What else was assembled and judged; empty unless asked for.
         curve: (share, sum of harm) of the best child at shares of the parent.
         harm: Of the child's layers, attention and network each.
@@ -64,6 +66,7 @@ class Outcome:
     parent: Judged
     child: Judged
     searched: Judged | None
+    entrants: tuple[Entrant, ...]
     baselines: tuple[Judged, ...]
     curve: tuple[tuple[float, float], ...]
     harm: tuple[float, ...]
@@ -94,6 +97,11 @@ def told(outcome: Outcome) -> dict[str, Any]:
         "parent": judged(outcome.parent),
         "child": judged(outcome.child),
         "searched": None if outcome.searched is None else judged(outcome.searched),
+        "tournament": [
+            {name: getattr(each, name) for name in ("name", "before", "after", "steps", "rank_before", "rank_after")}
+            | {"layers": [choice.label for choice in each.architecture.layers]}
+            for each in outcome.entrants
+        ],
         "baselines": [judged(each) for each in outcome.baselines],
         "curve": [list(point) for point in outcome.curve],
         "harm": list(outcome.harm),

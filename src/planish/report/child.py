@@ -95,6 +95,9 @@ def _sections(outcome: Mapping[str, Any]) -> Iterator[Markup]:
         )
         yield _section("What less costs", "Harm of the best child at each per cent of the parent.", drawn)
     yield _section("Beside the baselines", _said_of_baselines(outcome), _baselines(outcome))
+    if outcome["tournament"]:
+        said = "Divergence from the parent before and after the lessons that each candidate had; dropped ones are last."
+        yield _section("The tournament", said, _tournament(outcome["tournament"]))
     tried = outcome["additivity"]
     if tried["tried"] >= 3:
         said = (
@@ -155,15 +158,37 @@ def _said_of_baselines(outcome: Mapping[str, Any]) -> str:
     return "Each keeps to the same targets, measured; gap is the loss above the parent's."
 
 
+def _tournament(entrants: Sequence[Mapping[str, Any]]) -> Markup:
+    names = ("name", "steps", "before", "rank_before", "after", "rank_after")
+    titles = ["candidate", "steps", "KL before", "place", "KL after", "place"]
+    rows = [
+        element(
+            "tr",
+            {},
+            element("td", {}, each["name"]),
+            *(
+                element("td", {"class": "n"}, f"{each[name]:.4f}" if name in ("before", "after") else f"{each[name]}")
+                for name in names[1:]
+            ),
+        )
+        for each in entrants
+    ]
+    return _table(titles, rows)
+
+
 def _baselines(outcome: Mapping[str, Any]) -> Markup:
     parent = outcome["parent"]
     names = ["child", *(f"{each} of parent" for each in parent["measured_s"]), "loss", "gap", "KL", "same first choice"]
-    head = element(
-        "tr", {}, *(element("th", {"class": "n"} if place else {}, name) for place, name in enumerate(names))
-    )
     child = outcome["child"]
     rows = [_row(parent, parent), *(_row(each, parent) for each in filter(None, [outcome["searched"]]))]
     rows += [_row(child, parent, kind="total"), *(_row(each, parent) for each in outcome["baselines"])]
+    return _table(names, rows)
+
+
+def _table(names: Sequence[str], rows: Sequence[Markup]) -> Markup:
+    head = element(
+        "tr", {}, *(element("th", {"class": "n"} if place else {}, name) for place, name in enumerate(names))
+    )
     table = element("table", {}, element("thead", {}, head), element("tbody", {}, *rows))
     return element("div", {"class": "wide"}, table)
 
