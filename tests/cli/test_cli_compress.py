@@ -179,6 +179,7 @@ def test_a_budget_that_fits_holds(scene, capsys):
         (["--parameters", "0.8x", "--every", "64"], "below `--context`"),
         (["--parameters", "0.8x", "--widths", "1.5"], "between 0 and 1"),
         (["--parameters", "0.8x", "--rows", "8", "4", "4000"], "name more text"),
+        (["--parameters", "0.8x", "--couple"], "`--block-steps 60`"),
         (["--parameters", "0.8x", "--train.lr", "1e-3"], "`train.lr` has no effect without lessons"),
         (["--parameters", "0.8x", "--distil-tokens", "1K", "--train.steps", "3"], "where `--distil-tokens` decides"),
         (["--parameters", "0.8x", "--distil-tokens", "1K", "--data.context", "3"], "the options of `planish compress`"),
@@ -223,7 +224,7 @@ def test_blocks_are_distilled_where_it_was_asked_for(scene, capsys):
     _, words, out = scene
     code, said, err = _run([*words, "--parameters", "0.8x", "--block-steps", "8", "--memory", "200MiB"], capsys)
     assert code == 0, err
-    assert "blocks are nearer to their parent's" in said
+    assert "are nearer to their parent's" in said
     plain, trained = (
         {each["name"]: each for each in map(json.loads, (out / name / "blocks.jsonl").read_text().splitlines())}
         for name in ("library", "library-distilled")

@@ -72,7 +72,10 @@ class Options:
     batches: tuple[int, ...] = ()
     """Rows decoded at once that are tried in the place of `--decode`'s; the one with the least harm is served."""
     block_steps: int = 0
-    """Steps of training that each smaller block gets, to do what the parent's layer does, before blocks are scored."""
+    """Steps of training that smaller blocks get, to do what the parent's layer does, before they are scored; those get
+    none that a search by their own errors would not choose near the targets."""
+    couple: bool = False
+    """Train attention and network of a layer together too, where the search is likely to replace both."""
     distil_tokens: str | None = None
     """Tokens from which the whole child learns to do what its parent does, such as "1M": text of `--text` that no other
     stage reads, again and again where there is less; default: none."""
@@ -200,6 +203,30 @@ def _flag(name: str, value: Any) -> list[str]:
     return [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
 
 
+def _check(options: Options) -> None:
+    """Refuse options that do not go together.
+
+    Raises:
+        UsageError: Each of them.
+    """
+    if min(options.rows) < 2 or options.rows[0] < 4:
+        raise UsageError(f"`--rows` must be at least 4 2 2, got {' '.join(map(str, options.rows))}.")
+    if options.batches and (min(options.batches) < 1 or options.decode == "none"):
+        raise UsageError("`--batches` must be positive, and needs a `--decode` that is served.")
+    if options.anchors is not None and options.anchors < 2:
+        raise UsageError(f"`--anchors` must be at least 2, got {options.anchors}; three constants are fitted to them.")
+    if not 0 <= options.joint <= 1:
+        raise UsageError(f"`--joint` must be between 0 and 1, got {options.joint}; it is a share of all pairs.")
+    if options.block_steps < 0:
+        raise UsageError(
+            f"`--block-steps` must not be negative, got {options.block_steps}; 0 leaves blocks as they are."
+        )
+    if options.couple and not options.block_steps:
+        raise UsageError("`--couple` trains pairs of blocks; say for how long with `--block-steps 60`.")
+    if not 1 <= options.every < count(options.context, name="--context"):
+        raise UsageError(f"`--every` must be at least 1 and below `--context`, got {options.every}.")
+
+
 def read_order(options: Options, settings: list[tuple[str, Any]]) -> Any:
     """Return what `options`, and the settings of a run file, ask for.
 
@@ -233,20 +260,7 @@ def read_order(options: Options, settings: list[tuple[str, Any]]) -> Any:
             "nothing was asked of the child; give `--latency 0.65x`, `--throughput`, `--child-memory` or "
             "`--parameters`."
         )
-    if min(options.rows) < 2 or options.rows[0] < 4:
-        raise UsageError(f"`--rows` must be at least 4 2 2, got {' '.join(map(str, options.rows))}.")
-    if options.batches and (min(options.batches) < 1 or options.decode == "none"):
-        raise UsageError("`--batches` must be positive, and needs a `--decode` that is served.")
-    if options.anchors is not None and options.anchors < 2:
-        raise UsageError(f"`--anchors` must be at least 2, got {options.anchors}; three constants are fitted to them.")
-    if not 0 <= options.joint <= 1:
-        raise UsageError(f"`--joint` must be between 0 and 1, got {options.joint}; it is a share of all pairs.")
-    if options.block_steps < 0:
-        raise UsageError(
-            f"`--block-steps` must not be negative, got {options.block_steps}; 0 leaves blocks as they are."
-        )
-    if not 1 <= options.every < count(options.context, name="--context"):
-        raise UsageError(f"`--every` must be at least 1 and below `--context`, got {options.every}.")
+    _check(options)
     lessons = read_lessons(
         settings,
         tokens=options.distil_tokens,
@@ -285,6 +299,7 @@ def read_order(options: Options, settings: list[tuple[str, Any]]) -> Any:
         context_rounds=options.context_rounds,
         menu=menu,
         block_steps=options.block_steps,
+        couple=options.couple,
         lessons=lessons,
         tournament_tokens=0 if options.tournament is None else count(options.tournament, name="--tournament"),
         bf16_scores=options.bf16_scores,

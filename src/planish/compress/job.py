@@ -1,9 +1,8 @@
 """From a trained model to a verified child: stages that each go on where they stopped, and what they found."""
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,25 @@ from planish.compress.baselines import BASELINES, Task, drawn
 from planish.compress.candidates import candidates
 from planish.compress.costs import Costs, Scenario, model_bytes, model_parameters
 from planish.compress.deliver import hand_over, write_untaught
-from planish.compress.distil import Distillation, distil, distil_bytes
+from planish.compress.distil import distil_bytes
+from planish.compress.eta import progress_of
 from planish.compress.journal import Journal, key_of
 from planish.compress.judge import Judge, Whole
 from planish.compress.known import Known
 from planish.compress.library import Library
-from planish.compress.make import make_library
+from planish.compress.likely import block_names, likely, pairs_of
 from planish.compress.measure import Timing, calibrated, machine, measure_costs, sizes_of
 from planish.compress.order import Order, at_batch, check_fits, stage_bytes
 from planish.compress.outcome import Judged, Outcome, record_of
 from planish.compress.parent import open_parent
+from planish.compress.pupil import Distillation
 from planish.compress.school import School
-from planish.compress.scores import Scores, Scoring, influence, score
+from planish.compress.scores import Scores, Scoring, influence, local_table, score, score_pairs
 from planish.compress.search import Ceiling, as_problem, best_batch, pareto, search
 from planish.compress.settle import Make, Quality, Settled, improve, settle
 from planish.compress.space import Architecture
 from planish.compress.stack import Stack
+from planish.compress.stock import Stock
 from planish.compress.text import rows_of
 from planish.compress.tournament import Entrant
 from planish.compress.verify import opened
@@ -63,10 +65,13 @@ class Job:
         score_size = torch.empty(0, dtype=self._score_dtype).element_size()
         largest = at_batch(order, max(order.batches)) if order.batches else order
         stages = stage_bytes(self.space, largest, sizes_of(self._parent.config, self.space), size, score_size)
-        if order.block_steps:
-            sizes = self._parent.largest_layer_bytes, self._parent.ends_bytes, size
-            stages["distillation"] = distil_bytes(self.space, order.rows[0], order.context, self._distillation, sizes)
+        self._batch_is_open, self._far_folder = bool(order.batches), None
         resident = sum(each.nbytes for each in self._parent.resident())
+        if order.block_steps:
+            stages["distillation"] = self._distil_bytes(size)
+            if order.budget_bytes is not None and stages["distillation"] + resident > order.budget_bytes:
+                self._far_folder = order.out
+                stages["distillation"] = self._distil_bytes(size)
         check_fits({name: each + resident for name, each in stages.items()}, order.budget_bytes)
         rows = rows_of(order.text, tokenizer, context=order.context, count=sum(order.rows))
         order_ = torch.randperm(len(rows), generator=torch.Generator().manual_seed(order.seed))
@@ -112,60 +117,57 @@ class Job:
             machine=self.costs.machine,
         )
 
-    @cached_property
-    def library(self) -> Library:
-        """Every block, made once, and trained where that was asked for."""
-        made = self._made_library()
-        if not self.order.block_steps:
-            return made
-        trained = Library.create(
-            self.order.out / "library-distilled",
-            config=made.config,
-            space=made.space,
-            made_from=key_of(made.made_from, asdict(self._distillation)),
-            generation=made.generation_config(),
-        )
-        with self._bounded():
-            results = distil(
-                self._parent,
-                self._calibration,
-                made,
-                trained,
-                self._distillation,
-                progress=self._progress("distillation"),
-            )
-        if results:
-            better = sum(each.after < each.before for each in results)
-            self._note(f"distillation: {better} of {len(results)} blocks are nearer to their parent's")
-        return trained
+    def _distil_bytes(self, size: int) -> int:
+        sizes, order = (self._parent.largest_layer_bytes, self._parent.ends_bytes, size), self.order
+        return distil_bytes(self.space, order.rows[0], order.context, self._distillation, sizes, pairs=order.couple)
 
     @property
     def _distillation(self) -> Distillation:
-        return Distillation(steps=self.order.block_steps, seed=self.order.seed)
+        return Distillation(steps=self.order.block_steps, seed=self.order.seed, folder=self._far_folder)
 
-    def _made_library(self) -> Library:
-        return make_library(
+    @cached_property
+    def _stock(self) -> Stock:
+        return Stock(
+            self.order,
             self._parent,
             self._calibration,
-            self.order.out / "library",
-            menu=self.order.menu,
-            settings=self.order.calibration,
-            budget_bytes=self.order.budget_bytes,
-            progress=self._progress("library"),
+            self._distillation,
+            bounded=self._bounded,
+            note=self._note,
         )
 
     @cached_property
-    def _key(self) -> str:
-        return key_of(self.library.made_from, str(self.space))
+    def singles(self) -> Library:
+        """Every block, those trained that a search by their own errors is likely to choose, where that was asked for.
+
+        Where the batch is still to be chosen there is nothing to search by, and all are trained.
+        """
+        if not self.order.block_steps:
+            return self._stock.initial
+        if self._batch_is_open:
+            return self._stock.trained(None)
+        choices = likely(self.space, local_table(self._stock.initial), self.ceilings, self.costs)
+        return self._stock.trained(block_names(self.space, choices))
+
+    @cached_property
+    def library(self) -> Library:
+        """The same, with the pairs trained together that a search by scores is likely to choose."""
+        if not self.order.couple:
+            return self.singles
+        harm = self.single_scores.table(self.space, self.order.metric)
+        choices = likely(self.space, harm, self.ceilings, self.costs)
+        return self._stock.in_pairs(self.singles, pairs_of(self.space, choices))
 
     def _plain_costs(self, scenarios: tuple[Scenario, ...]) -> Costs:
-        key = key_of(self._key, self.order.rounds, self.order.anchors, machine(torch.device("cpu")))
+        initial = self._stock.initial
+        served = initial.made_from, str(self.space), self.order.rounds, self.order.anchors
+        key = key_of(*served, machine(torch.device("cpu")))
         return measure_costs(
-            self.library,
+            initial,
             scenarios,
             Timing(rounds=self.order.rounds, anchors=self.order.anchors),
             journal=Journal(self.order.out / "costs.jsonl", key),
-            progress=self._progress("costs"),
+            progress=progress_of(self._note, "costs"),
         )
 
     def _choose_batch(self) -> None:
@@ -176,7 +178,7 @@ class Job:
             costs = self._plain_costs(order.scenarios)
             return [target.ceiling(costs) for target in order.targets], costs
 
-        harm = self.scores.table(self.space, self.order.metric)
+        harm = self.single_scores.table(self.space, self.order.metric)
         batch, _ = best_batch(problem, self.space, harm, self.order.batches)
         self._note(f"batch: {batch} rows decoded at once, of {', '.join(map(str, self.order.batches))}")
         self.order = at_batch(self.order, batch)
@@ -185,7 +187,7 @@ class Job:
     def known(self) -> Known:
         """What was measured and judged of children."""
         return Known(
-            self.library,
+            self._stock.initial,
             self.order.scenarios,
             rounds=self.order.rounds,
             heldout=self._heldout,
@@ -203,16 +205,15 @@ class Job:
         return tuple(target.ceiling(self.costs) for target in self.order.targets)
 
     @cached_property
-    def scores(self) -> Scores:
+    def single_scores(self) -> Scores:
         """What each option does alone."""
-        key = key_of(self._key, self._scored.tolist(), str(self._scoring), str(self._score_dtype))
         with self._bounded():
             found = score(
-                Stack(self.library, dtype=self._score_dtype),
+                Stack(self.singles, dtype=self._score_dtype),
                 self._scoring_judge,
                 self._scoring,
-                journal=Journal(self.order.out / "scores.jsonl", key),
-                progress=self._progress("scores"),
+                journal=self._scored_in("scores", self.singles),
+                progress=progress_of(self._note, "scores"),
             )
         known = found.additivity()
         if not known.holds:
@@ -222,6 +223,25 @@ class Job:
             )
         return found
 
+    @cached_property
+    def scores(self) -> Scores:
+        """The same, with what the pairs do that were trained together."""
+        if not self.order.couple:
+            return self.single_scores
+        with self._bounded():
+            pairs = score_pairs(
+                Stack(self.library, dtype=self._score_dtype),
+                self._scoring_judge,
+                self._scoring,
+                journal=self._scored_in("pair-scores", self.library),
+                progress=progress_of(self._note, "scores of pairs"),
+            )
+        return replace(self.single_scores, pairs=pairs)
+
+    def _scored_in(self, name: str, library: Library) -> Journal:
+        asked = self._scored.tolist(), str(self._scoring), str(self._score_dtype)
+        return Journal(self.order.out / f"{name}.jsonl", key_of(library.made_from, str(self.space), *asked))
+
     @property
     def _scoring(self) -> Scoring:
         return Scoring(
@@ -230,7 +250,7 @@ class Job:
 
     @cached_property
     def _scoring_judge(self) -> Judge:
-        return Judge(Stack(self.library, dtype=self._score_dtype), self._scored, every=self.order.every)
+        return Judge(Stack(self.singles, dtype=self._score_dtype), self._scored, every=self.order.every)
 
     def _search(self, costs: Costs) -> Architecture:
         harm = self.scores.table(self.space, self.order.metric)
@@ -266,7 +286,7 @@ class Job:
         if found is None:
             self._note(f"judged: {name}")
             with self._bounded():
-                found = self.known.quality(child)
+                found = self.known.quality(self.library, child)
         measured = self.known.parent_s if child == self.space.parent else self.known.seconds(child)
         return Judged(
             name=name,
@@ -331,7 +351,7 @@ class Job:
         """
         found = candidates(first, self.scores, self._task, self.known.seconds, metric=self.order.metric)
         names = {name: each.architecture for name, each in found.items()}
-        judge = Judge(Stack(self.library), self._scored, every=self.order.every)
+        judge = Judge(Stack(self.singles), self._scored, every=self.order.every)
         entrants, start = school.tournament(self.library, names, judge)
         return entrants, found[entrants[0].name], start
 
@@ -364,18 +384,6 @@ class Job:
         """Hold a stage's tensors to the budget, where there is one."""
         budget = self.order.budget_bytes
         return nullcontext() if budget is None else Ledger(budget_bytes=budget)
-
-    def _progress(self, stage: str) -> Callable[[int, int], None]:
-        start, last = time.perf_counter(), [0.0]
-
-        def progress(done: int, total: int) -> None:
-            now = time.perf_counter()
-            if now - last[0] >= 5 or done == total:
-                last[0] = now
-                left = (now - start) / done * (total - done)
-                self._note(f"{stage}: {done} of {total}" + (f", eta {left:.0f} s" if done < total else ""))
-
-        return progress
 
 
 def _unit(ceiling: Ceiling, costs: Costs) -> float:

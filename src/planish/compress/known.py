@@ -26,7 +26,7 @@ class Known:
         the judge while one is judged.
 
     Args:
-        library: Of blocks.
+        library: Of blocks as they are initialised: what they learn changes no latency.
         scenarios: What is served.
         rounds: Of each measurement of latency.
         heldout: Rows that judge [R, S].
@@ -62,9 +62,9 @@ class Known:
             self._measured.put(name, self._beside.measure(assemble(self.library, child)))
         return self._measured[name]
 
-    def quality(self, child: Architecture) -> Quality:
-        """Return how a child of the library does on the rows that judge."""
-        return self.quality_as(key_of(child.to_tree()), lambda: Stack(self.library, child))
+    def quality(self, library: Library, child: Architecture) -> Quality:
+        """Return how a child of any library of the parent's does on the rows that judge."""
+        return self.quality_as(key_of(library.made_from, child.to_tree()), lambda: Stack(library, child))
 
     def quality_as(self, name: str, open_child: Callable[[], Reader]) -> Quality:
         """Return how the child that goes by `name`, a hash of what it is made of, does on the rows that judge."""

@@ -1,13 +1,14 @@
 """The last stage: a child learns from its parent as a whole, a training run in a folder of its own that goes on."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from planish.compress.eta import Note
 from planish.compress.teach import taught
 from planish.errors import Interrupted
 from planish.memory.meter import ProcessMeter
@@ -19,8 +20,6 @@ from planish.train.job import Job
 from planish.train.loop import StepReport
 from planish.train.run_folder import open_run_folder
 from planish.train.session import run_training
-
-Note = Callable[[str], None]
 
 
 def tokens_of(run: RunFile) -> int:

@@ -48,6 +48,11 @@ def block_name(layer: int, kind: Kind, option: Option) -> str:
     return f"layer-{layer:03d}-{kind}-{option.label}"
 
 
+def pair_name(layer: int, choice: Choice) -> str:
+    """Return the name of a block that is attention and network of a layer in one, trained together."""
+    return f"layer-{layer:03d}-pair-{choice.label}"
+
+
 class Library:
     """A folder of blocks.
 
@@ -197,8 +202,22 @@ class Library:
 
     def layer(self, index: int, choice: Choice) -> dict[str, Tensor]:
         """Return the tensors of layer `index` made as `choice`, named as in the layer."""
-        attention = self.read(block_name(index, "attention", choice.attention))
-        return attention | self.read(block_name(index, "ffn", choice.ffn))
+        return {key: each for name in self.blocks(index, choice) for key, each in self.read(name).items()}
+
+    def blocks(self, index: int, choice: Choice) -> tuple[str, ...]:
+        """Return the names of the blocks of layer `index` made as `choice`: a pair where there is one, else two."""
+        pair = pair_name(index, choice)
+        if pair in self:
+            return (pair,)
+        return block_name(index, "attention", choice.attention), block_name(index, "ffn", choice.ffn)
+
+    def pairs(self) -> dict[int, list[Choice]]:
+        """Return, by layer, the choices whose attention and network were trained together."""
+        found = {
+            index: [choice for choice in layer.choices if pair_name(index, choice) in self]
+            for index, layer in enumerate(self.space.layers)
+        }
+        return {index: choices for index, choices in found.items() if choices}
 
     def error(self, index: int, kind: Kind, option: Option) -> float:
         """Return a block's relative squared error on held-out tokens."""

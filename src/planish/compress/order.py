@@ -75,6 +75,7 @@ class Order:
         menu: Options of every layer.
         calibration: How blocks are initialised.
         block_steps: Steps of blockwise distillation of each block that is smaller than the parent's; 0 for none.
+        couple: Whether pairs of attention and network that are likely to be chosen are also trained together.
         lessons: How the child learns from its parent as a whole, text and folders excepted; None leaves it as it is.
         tournament_tokens: Tokens that several candidates share before the best of them has its lessons; 0 for none.
         bf16_scores: Whether scores run layers in bf16.
@@ -99,6 +100,7 @@ class Order:
     context_rounds: int = 0
     menu: Menu = field(default_factory=Menu)
     block_steps: int = 0
+    couple: bool = False
     lessons: RunFile | None = None
     tournament_tokens: int = 0
     bf16_scores: bool = False

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from planish.compress.blocks import config_of
-from planish.compress.library import ENDS, Library, block_name
+from planish.compress.library import ENDS, Library
 from planish.compress.space import Architecture
 from planish.errors import WorldFailed
 from planish.models.child import model_class
@@ -106,8 +106,7 @@ def write_child(library: Library, architecture: Architecture, folder: Path) -> N
     for name in library.shapes(ENDS):
         tensors[_END_NAMES[name]] = _from(library, ENDS, name)
     for index, choice in enumerate(architecture.layers):
-        for kind, option in (("attention", choice.attention), ("ffn", choice.ffn)):
-            block = block_name(index, kind, option)
+        for block in library.blocks(index, choice):
             for name in library.shapes(block):
                 tensors[f"model.layers.{index}.{name}"] = _from(library, block, name)
     config = config_of(library.config, architecture)

@@ -7,9 +7,10 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM
 
 from planish.compress.deliver import write_untaught
+from planish.compress.eta import Note
 from planish.compress.journal import Journal, key_of
 from planish.compress.judge import Judge, Whole
-from planish.compress.learn import Note, learn, tokens_of
+from planish.compress.learn import learn, tokens_of
 from planish.compress.library import Library
 from planish.compress.order import Order
 from planish.compress.settle import quality

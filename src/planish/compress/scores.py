@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -14,10 +13,12 @@ from torch.nn.functional import cosine_similarity
 from planish.compress.blocks import Kind
 from planish.compress.journal import Journal
 from planish.compress.judge import Judge, Judgement
+from planish.compress.library import Library
 from planish.compress.space import Architecture, Choice, Space
 from planish.compress.stack import Stack
 
 Metric = Literal["kl", "loss", "cosine", "local"]
+Trials = dict[str, tuple[int, Choice | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ class Scores:
         parts: By "layer kind label", of single sub-blocks.
         local: The library's errors, by the same names.
         joint: By "layer label", of layers that were measured with both replaced.
+        pairs: The same of those whose sub-blocks were trained together.
         num_tokens: Tokens that count.
     """
 
@@ -78,12 +80,14 @@ class Scores:
     local: Mapping[str, float]
     joint: Mapping[str, Score]
     num_tokens: int
+    pairs: Mapping[str, Score] = field(default_factory=dict)
 
     def value(self, index: int, choice: Choice, metric: Metric) -> float:
         """Return what `choice` at layer `index` adds: measured with both, or the sum of its sub-blocks'."""
         if metric == "local":
             return sum(self.local[name] for name in _names(index, choice))
-        known = self.joint.get(f"{index} {choice.label}")
+        name = f"{index} {choice.label}"
+        known = self.pairs.get(name) or self.joint.get(name)
         if known is not None:
             return getattr(known, metric)
         return sum(getattr(self.parts[name], metric) for name in _names(index, choice))
@@ -147,14 +151,58 @@ def score(
         journal: Where results are kept as they are found.
         progress: Called with the sub-blocks done and their number after each.
     """
-    kept = journal or Journal(None, "")
-    trials = list(_trials(stack, settings))
+    pairs: Trials = {name: (index, each) for name, index, each in _pair_trials(stack, stack.library.pairs())}
+    trials: Trials = {name: (index, choice) for name, index, choice in _trials(stack, settings)}
+    means = _means(stack, judge, settings, trials | pairs, journal or Journal(None, ""), progress)
+    base = means.pop("base")
+    scores = {name: _score(rows, base) for name, rows in means.items()}
+    zero = Score(kl=0.0, loss=0.0, cosine=0.0, kl_error=0.0, loss_error=0.0)
+    for index, choice in enumerate(stack.architecture.layers):
+        scores |= dict.fromkeys(_names(index, choice), zero)
+    own = _score(base, np.array([[0.0, float(judge.nll.mean()), 1.0]] * len(base)))
+    both = {name: each for name, each in scores.items() if len(name.split()) == 2}
+    return Scores(
+        around=stack.architecture,
+        base=own,
+        parts={name: each for name, each in scores.items() if len(name.split()) == 3},
+        local=local_errors(stack.library),
+        joint={name: each for name, each in both.items() if name not in pairs},
+        num_tokens=judge.num_tokens,
+        pairs={name: each for name, each in both.items() if name in pairs},
+    )
+
+
+def score_pairs(
+    stack: Stack,
+    judge: Judge,
+    settings: Scoring,
+    *,
+    journal: Journal | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Score]:
+    """Return what the pairs of the stack's library do, each alone; the rest is as `score`."""
+    trials: Trials = {"base": (len(stack.layers), None)}
+    trials |= {name: (index, choice) for name, index, choice in _pair_trials(stack, stack.library.pairs())}
+    means = _means(stack, judge, settings, trials, journal or Journal(None, ""), progress)
+    base = means.pop("base")
+    return {name: _score(rows, base) for name, rows in means.items()}
+
+
+def _means(
+    stack: Stack,
+    judge: Judge,
+    settings: Scoring,
+    trials: Trials,
+    kept: Journal,
+    progress: Callable[[int, int], None] | None,
+) -> dict[str, np.ndarray]:
+    """Return each row's divergence, loss and cosine in each trial."""
     starts = range(0, len(judge.rows), settings.batch_rows)
     done, total = 0, len(trials) * len(starts)
     for start in starts:
         states: list[Tensor] | None = None
         ids = judge.rows[start : start + settings.batch_rows]
-        for name, index, choice in trials:
+        for name, (index, choice) in trials.items():
             key = f"{name} @{start}"
             if key not in kept:
                 states = states or list(stack.states(ids))
@@ -162,21 +210,14 @@ def score(
             done += 1
             if progress is not None:
                 progress(done, total)
-    means = {name: _joined(kept, name, starts) for name, _, _ in trials}
-    base = means.pop("base")
-    scores = {name: _score(rows, base) for name, rows in means.items()}
-    zero = Score(kl=0.0, loss=0.0, cosine=0.0, kl_error=0.0, loss_error=0.0)
-    for index, choice in enumerate(stack.architecture.layers):
-        scores |= dict.fromkeys(_names(index, choice), zero)
-    own = _score(base, np.array([[0.0, float(judge.nll.mean()), 1.0]] * len(base)))
-    return Scores(
-        around=stack.architecture,
-        base=own,
-        parts={name: each for name, each in scores.items() if len(name.split()) == 3},
-        local=_local(stack),
-        joint={name: each for name, each in scores.items() if len(name.split()) == 2},
-        num_tokens=judge.num_tokens,
-    )
+    return {name: _joined(kept, name, starts) for name in trials}
+
+
+def _pair_trials(stack: Stack, pairs: Mapping[int, Sequence[Choice]]) -> Iterator[tuple[str, int, Choice]]:
+    for index, choices in pairs.items():
+        for choice in choices:
+            if choice != stack.architecture.layers[index]:
+                yield f"{index} {choice.label}", index, choice
 
 
 def _trials(stack: Stack, settings: Scoring) -> Iterator[tuple[str, int, Choice | None]]:
@@ -232,14 +273,24 @@ def _score(rows: np.ndarray, base: np.ndarray) -> Score:
     )
 
 
-def _local(stack: Stack) -> dict[str, float]:
+def local_errors(library: Library) -> dict[str, float]:
+    """Return the library's errors by "layer kind label"."""
     kinds: tuple[Kind, Kind] = ("attention", "ffn")
     return {
-        f"{index} {kind} {option.label}": stack.library.error(index, kind, option)
-        for index, layer in enumerate(stack.library.space.layers)
+        f"{index} {kind} {option.label}": library.error(index, kind, option)
+        for index, layer in enumerate(library.space.layers)
         for kind in kinds
         for option in getattr(layer, kind)
     }
+
+
+def local_table(library: Library) -> list[list[float]]:
+    """Return the sum of both sub-blocks' errors of every choice of every layer."""
+    errors = local_errors(library)
+    return [
+        [sum(errors[name] for name in _names(index, choice)) for choice in layer.choices]
+        for index, layer in enumerate(library.space.layers)
+    ]
 
 
 def _names(index: int, choice: Choice) -> tuple[str, str]:
@@ -268,8 +319,3 @@ def influence(stack: Stack, rows: Tensor, *, batch_rows: int = 4) -> list[float]
             turned[index] += (1 - cosine_similarity(before.double(), after.double(), dim=-1)).sum().cpu()
             before = after
     return (turned / rows.numel()).tolist()
-
-
-def journal_in(folder: Path | None, name: str, key: str) -> Journal:
-    """Return the journal `name` of a run folder, or one in memory."""
-    return Journal(None if folder is None else folder / f"{name}.jsonl", key)
