@@ -21,14 +21,14 @@ from planish.compress.baselines import BASELINES, Task, drawn
 from planish.compress.costs import Costs, Scenario, model_parameters
 from planish.compress.journal import Journal, key_of
 from planish.compress.judge import Judge
+from planish.compress.known import Known
 from planish.compress.library import Library
 from planish.compress.make import make_library
-from planish.compress.measure import Rival, Timing, calibrated, measure_costs
+from planish.compress.measure import Timing, calibrated, measure_costs
 from planish.compress.parent import StreamedParent
-from planish.compress.realise import assemble
 from planish.compress.scores import Scoring, influence, score
 from planish.compress.search import Ceiling, search
-from planish.compress.settle import Make, Settled, improve, quality, settle
+from planish.compress.settle import Make, Settled, improve, settle
 from planish.compress.space import Architecture
 from planish.compress.stack import Stack
 from planish.compress.text import rows_of
@@ -40,10 +40,10 @@ TEXT = ("builtin:english",)
 
 def main() -> None:
     """Run every stage that is not there yet and write the figures."""
-    options = _options()
+    options = parser(__doc__).parse_args()
     torch.set_grad_enabled(False)
     torch.manual_seed(options.seed)
-    scene = _Scene(options)
+    scene = Scene(options)
     shares = {}
     for share in options.shares:
         shares[f"{share:g}"] = scene.at(share)
@@ -53,15 +53,16 @@ def main() -> None:
         "calibration rows": list(scene.calibration.shape),
         "score rows": list(scene.scored.shape),
         "held-out rows": list(scene.heldout.shape),
-        "parent": asdict(scene.parent_quality) | {"seconds": scene.rival.parent_s},
+        "parent": asdict(scene.parent_quality) | {"seconds": scene.known.parent_s},
         "additivity": asdict(scene.scores.additivity()),
         "shares": shares,
     }
     print(write_result(options.result, figures, seed=options.seed))
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parser(description: str | None, result: str = "puzzle") -> argparse.ArgumentParser:
+    """Return the options that every bench of a folder has."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--folder", type=Path, required=True, help="where library, costs and scores are kept")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--library", type=Path, help="one that is there already, in the place of calibration")
@@ -77,12 +78,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--drawn", type=int, default=10, help="random children")
     parser.add_argument("--context-rounds", type=int, default=0, help="rounds of scores around the child")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--result", default="puzzle")
+    parser.add_argument("--result", default=result)
     parser.add_argument("--trial", action="store_true", help="marks figures that are too few to be a claim")
-    return parser.parse_args()
+    return parser
 
 
-class _Scene:
+class Scene:
+    """Library, costs and scores of one folder, and what was measured and judged of children."""
+
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, folder = options, model_folder(options.model)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -92,13 +95,15 @@ class _Scene:
         self.library = self._made(folder)
         self.costs = self._measured()
         self._score()
-        self._say("parent measured and judged")
-        self.rival = Rival(assemble(self.library, self.library.space.parent), SCENARIOS, options.pair_rounds)
-        self.costs = calibrated(self.costs, self.rival.parent_s, self.library.space.parent)
-        self.judge = Judge(Stack(self.library), self.heldout)
-        self.parent_quality = quality(Stack(self.library), self.judge)
+        self.say("parent measured and judged")
+        self.known = Known(
+            self.library, SCENARIOS, rounds=options.pair_rounds, heldout=self.heldout, folder=options.folder
+        )
+        self.costs = calibrated(self.costs, self.known.parent_s, self.library.space.parent)
+        self.parent_quality = self.known.quality(self.library, self.library.space.parent)
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Say how far it is."""
         sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
     def _made(self, folder: Path) -> Library:
@@ -111,7 +116,7 @@ class _Scene:
             parent,
             self.calibration,
             self.options.folder / "library",
-            progress=lambda done, total: self._say(f"library: layer {done} of {total}"),
+            progress=lambda done, total: self.say(f"library: layer {done} of {total}"),
         )
         self.key = key_of(library.made_from)
         return library
@@ -120,7 +125,7 @@ class _Scene:
         key = key_of(self.key, [each.label for each in SCENARIOS], torch.get_num_threads(), self.options.rounds)
         journal = Journal(self.options.folder / "costs.jsonl", key)
         timing = Timing(rounds=self.options.rounds)
-        self._say("costs")
+        self.say("costs")
         return measure_costs(self.library, SCENARIOS, timing, journal=journal)
 
     def _score(self) -> None:
@@ -134,7 +139,7 @@ class _Scene:
         def progress(done: int, total: int) -> None:
             if done % 50 == 0:
                 left = (time.perf_counter() - start) / done * (total - done)
-                self._say(f"scores: {done} of {total}, {left / 60:.1f} min left")
+                self.say(f"scores: {done} of {total}, {left / 60:.1f} min left")
 
         journal = Journal(self.options.folder / "scores.jsonl", key)
         self.scores = score(stack, self.scoring_judge, settings, journal=journal, progress=progress)
@@ -142,12 +147,16 @@ class _Scene:
         self.influence = influence(stack, self.scored)
         self.settings = settings
 
-    def at(self, share: float) -> dict:
-        """Return what the search and every baseline keep at `share` of the parent's latency."""
-        ceilings = [
-            Ceiling(kind="latency", at_most=share * self.rival.parent_s[each.label], scenario=each.label)
+    def ceilings(self, share: float) -> list[Ceiling]:
+        """Return the targets at `share` of the parent's latency."""
+        return [
+            Ceiling(kind="latency", at_most=share * self.known.parent_s[each.label], scenario=each.label)
             for each in SCENARIOS
         ]
+
+    def at(self, share: float) -> dict:
+        """Return what the search and every baseline keep at `share` of the parent's latency."""
+        ceilings = self.ceilings(share)
         found = {
             metric: self._settled(
                 f"puzzle by {metric}",
@@ -164,12 +173,13 @@ class _Scene:
         if self.options.context_rounds and found.get("kl") is not None:
             children["puzzle by kl, context rounds"] = self._improved(found["kl"], ceilings)
         for name, make in BASELINES.items():
-            children[name] = self._settled(name, lambda costs, make=make: make(self._task(ceilings, costs)), ceilings)
-        for number, child in enumerate(drawn(self._task(ceilings, self.costs), self.options.drawn)):
-            children[f"drawn {number}"] = self._report(f"drawn {number}", child, self._measure(child), None)
+            children[name] = self._settled(name, lambda costs, make=make: make(self.task(ceilings, costs)), ceilings)
+        for number, child in enumerate(drawn(self.task(ceilings, self.costs), self.options.drawn)):
+            children[f"drawn {number}"] = self._report(f"drawn {number}", child, self.known.seconds(child), None)
         return self._compared(children)
 
-    def _task(self, ceilings: list[Ceiling], costs: Costs) -> Task:
+    def task(self, ceilings: list[Ceiling], costs: Costs) -> Task:
+        """Return what baselines are given."""
         return Task(
             space=self.library.space,
             harm=self.harm,
@@ -180,9 +190,9 @@ class _Scene:
         )
 
     def _settled(self, name: str, make: Make, ceilings: list[Ceiling]) -> dict | None:
-        settled = settle(make, ceilings, self.costs, self._measure, rounds=self.options.tries)
+        settled = settle(make, ceilings, self.costs, self.known.seconds, rounds=self.options.tries)
         if settled is None:
-            self._say(f"{name}: none")
+            self.say(f"{name}: none")
             return None
         return self._report(name, settled.architecture, settled.measured, settled)
 
@@ -200,17 +210,13 @@ class _Scene:
             rounds=self.options.context_rounds,
             dtype=torch.bfloat16,
         )
-        told = self._report("context rounds", better, self._measure(better), None)
+        told = self._report("context rounds", better, self.known.seconds(better), None)
         return told | {"rounds": [asdict(each) for each in rounds]}
 
-    def _measure(self, child: Architecture) -> dict[str, float]:
-        return self.rival.measure(assemble(self.library, child))
-
     def _report(self, name: str, child: Architecture, measured: Mapping[str, float], settled: Settled | None) -> dict:
-        stack = Stack(self.library, child)
-        found = asdict(quality(stack, self.judge))
-        told = {label: seconds / self.rival.parent_s[label] for label, seconds in measured.items()}
-        self._say(f"{name}: loss {found['loss']:.4f}, KL {found['kl']:.4f}, {told}")
+        found = asdict(self.known.quality(self.library, child))
+        told = {label: seconds / self.known.parent_s[label] for label, seconds in measured.items()}
+        self.say(f"{name}: loss {found['loss']:.4f}, KL {found['kl']:.4f}, {told}")
         return found | {
             "seconds": dict(measured),
             "share of the parent": told,
