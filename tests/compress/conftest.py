@@ -29,7 +29,7 @@ def parent(tiny_model):
 
     def make(family="llama", **changes):
         changes = {"num_hidden_layers": 3, "num_key_value_heads": 4, "initializer_range": 0.2} | changes
-        dtype = torch.float32 if family in ("mixtral", "qwen3-moe") else torch.float64
+        dtype = torch.float32 if family in ("mixtral", "qwen3-moe", "olmoe") else torch.float64
         return tiny_model(family, dtype=dtype, **changes).eval()
 
     return make

@@ -20,15 +20,25 @@ CASES = {
     "windows": {"intermediate_size": 64, "num_key_value_heads": 2, "context": 512, "batch_rows": 4, "windows": (8, 32)},
     "narrow": {"hidden_size": 32, "head_dim": 8, "intermediate_size": 400, "num_key_value_heads": 2},
     "embedding": {"vocab_size": 20000, "intermediate_size": 32, "num_key_value_heads": 4, "context": 16},
+    "experts": {"family": "mixtral", "intermediate_size": 96, "num_key_value_heads": 2, "whole": True},
+    "rows of experts": {
+        "family": "qwen3-moe",
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_key_value_heads": 2,
+        "context": 512,
+        "batch_rows": 4,
+        "whole": True,
+    },
     "in memory": {"intermediate_size": 192, "num_key_value_heads": 2, "whole": True},
 }
 
 
 @pytest.fixture
 def setting(tiny_model, tmp_path):
-    def make(context=64, batch_rows=2, windows=(), whole=False, bf16=False, **changes):
+    def make(context=64, batch_rows=2, windows=(), whole=False, bf16=False, family="llama", **changes):
         dtype = torch.bfloat16 if bf16 else torch.float32
-        model = tiny_model("llama", max_position_embeddings=1024, **(SMALL | changes | {"dtype": dtype})).eval()
+        model = tiny_model(family, max_position_embeddings=1024, **(SMALL | changes | {"dtype": dtype})).eval()
         model.save_pretrained(tmp_path / "model")
         parent = WholeParent(model) if whole else StreamedParent(tmp_path / "model", device=CPU)
         rows = torch.randint(1, 300, (8, context), generator=torch.Generator().manual_seed(0))

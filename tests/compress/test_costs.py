@@ -111,6 +111,6 @@ def test_every_option_has_one_name(library):
 
 def test_what_has_no_price_is_refused(library):
     with pytest.raises(UsageError, match="mixture"):
-        work_of(library().space, KeepExperts(), PREFILL, NUMBERS)
+        work_of(library().space, KeepExperts(experts=4, width=8), PREFILL, NUMBERS)
     with pytest.raises(ValueError, match="positive"):
         Scenario(phase="decode", context=0)

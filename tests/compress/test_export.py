@@ -78,9 +78,8 @@ def test_the_dense_form_is_bit_equal_where_sums_keep_their_order(written, senten
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
 def test_a_mixture_keeps_its_experts_in_the_dense_form(written, sentences, tmp_path, family):
-    architecture = of(
-        (KeepHeads(kv_heads=2), KeepExperts()), (NoAttention(), KeepExperts()), (KeepHeads(kv_heads=4), NoFfn())
-    )
+    whole = KeepExperts(experts=4, width=48 if family == "mixtral" else 16)
+    architecture = of((KeepHeads(kv_heads=2), whole), (NoAttention(), whole), (KeepHeads(kv_heads=4), NoFfn()))
     folder, child = written(architecture, family)
     export_dense(folder, tmp_path / "dense")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")

@@ -27,7 +27,11 @@ ATTENTION = st.one_of(
     st.just(LinearAttention()),
     st.just(NoAttention()),
 )
-FFN = st.one_of(st.builds(Width, width=st.integers(1, 9999)), st.sampled_from([KeepExperts(), LinearFfn(), NoFfn()]))
+FFN = st.one_of(
+    st.builds(Width, width=st.integers(1, 9999)),
+    st.builds(KeepExperts, experts=st.integers(1, 512), width=st.integers(1, 9999)),
+    st.sampled_from([LinearFfn(), NoFfn()]),
+)
 
 
 @settings(deadline=None, max_examples=50)
@@ -76,10 +80,17 @@ def test_other_families_are_read_the_same_way(tiny_model, family):
     assert len(layer.ffn) == 8
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "olmoe"])
-def test_mixtures_stay_whole(tiny_model, family):
-    space = discover(tiny_model(family), MENU)
-    assert {layer.ffn for layer in space.layers} == {(KeepExperts(), LinearFfn(), NoFfn())}
+@pytest.mark.parametrize(("family", "width", "least"), [("mixtral", 48, 2), ("qwen3-moe", 16, 2), ("olmoe", 48, 2)])
+def test_mixtures_keep_fewer_experts_or_narrower_ones(tiny_model, family, width, least):
+    ffn = discover(tiny_model(family), MENU).layers[0].ffn
+    assert ffn[:3] == tuple(KeepExperts(experts=count, width=width) for count in (4, 3, least))
+    assert ffn[3:-2] == tuple(KeepExperts(experts=4, width=each) for each in range(width - 8, 0, -8))
+    assert ffn[-2:] == (LinearFfn(), NoFfn())
+
+
+def test_mixtures_of_another_make_stay_whole(tiny_model):
+    space = discover(tiny_model("qwen2-moe"), MENU)
+    assert {layer.ffn for layer in space.layers} == {(KeepExperts(experts=4, width=16), LinearFfn(), NoFfn())}
 
 
 @pytest.mark.parametrize(

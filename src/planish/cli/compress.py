@@ -56,7 +56,9 @@ class Options:
     joint: float = 0.02
     """Share of a layer's pairs (attention, network) that are scored together, to check that their harms add up."""
     widths: tuple[float, ...] = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
-    """Parts of the feed-forward width that a layer may have."""
+    """Parts of the feed-forward width, or of each expert's, that a layer may have."""
+    experts: tuple[float, ...] = (0.75, 0.5, 0.25)
+    """Parts of its experts that a layer may keep."""
     width_multiple: int = 64
     """What widths are multiples of; vLLM's DeciLM asks for 256."""
     windows: tuple[int, ...] = ()
@@ -276,6 +278,7 @@ def read_order(options: Options, settings: list[tuple[str, Any]]) -> Any:
     try:
         menu = Menu(
             widths=options.widths,
+            experts=options.experts,
             width_multiple=options.width_multiple,
             windows=options.windows,
             linear=options.linear,

@@ -31,8 +31,19 @@ _PREFIXES: dict[Kind, tuple[str, str]] = {
 }
 
 
-def overrides(choice: Choice) -> dict[str, Any]:
-    """Return what a layer's entry in `per_layer_config` says for `choice`."""
+def expert_keys(config: Any) -> tuple[str, str]:
+    """Return what a family's config calls the number of experts, and the width of one."""
+    count = config.attribute_map.get("num_experts", "num_experts")
+    return count, "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
+
+
+def overrides(config: Any, choice: Choice) -> dict[str, Any]:
+    """Return what a layer's entry in `per_layer_config` says for `choice`.
+
+    Args:
+        config: The parent's.
+        choice: What the layer is.
+    """
     found: dict[str, Any] = {}
     skip = [
         name
@@ -53,22 +64,32 @@ def overrides(choice: Choice) -> dict[str, Any]:
             found["num_key_value_heads"] = count
         case SlidingWindow(window=window, kv_heads=count):
             found |= {"num_key_value_heads": count, "sliding_window": window}
-    if isinstance(choice.ffn, Width):
-        found["intermediate_size"] = choice.ffn.width
+    match choice.ffn:
+        case Width(width=width):
+            found["intermediate_size"] = width
+        case KeepExperts(experts=count, width=width):
+            found |= dict(zip(expert_keys(config), (count, width), strict=True))
     return found
 
 
 def config_of(parent: Any, architecture: Architecture) -> Any:
     """Return the transformers config of the child of a model with config `parent`."""
-    return child_config(parent, {index: overrides(choice) for index, choice in enumerate(architecture.layers)})
+    return child_config(parent, {index: overrides(parent, choice) for index, choice in enumerate(architecture.layers)})
 
 
 def architecture_of(config: Any) -> Architecture:
     """Return the architecture that a child's transformers config describes."""
-    return Architecture(layers=tuple(_choice(layer_config(config, index)) for index in range(config.num_hidden_layers)))
+    layers = (_choice(layer_config(config, index), index) for index in range(config.num_hidden_layers))
+    return Architecture(layers=tuple(layers))
 
 
-def _choice(config: Any) -> Choice:
+def _mixes(config: Any, index: int) -> bool:
+    """Return whether layer `index` has a mixture; some families have dense layers beside them."""
+    dense, step = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", 1)
+    return bool(getattr(config, "num_experts", None)) and index not in dense and (index + 1) % step == 0
+
+
+def _choice(config: Any, index: int) -> Choice:
     skip, linear = getattr(config, "skip", []), config.replace_with_linear
     attention: AttentionOption
     ffn: FfnOption
@@ -84,8 +105,9 @@ def _choice(config: Any) -> Choice:
         ffn = NoFfn()
     elif "mlp" in linear:
         ffn = LinearFfn()
-    elif getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
-        ffn = KeepExperts()
+    elif _mixes(config, index):
+        count, width = (getattr(config, name) for name in expert_keys(config))
+        ffn = KeepExperts(experts=count, width=width)
     else:
         ffn = Width(width=config.intermediate_size)
     return Choice(attention=attention, ffn=ffn)
@@ -117,7 +139,7 @@ class Blocks:
 
     def bare(self, index: int, choice: Choice, *, dtype: torch.dtype) -> ChildLayer:
         """Return layer `index` made as `choice`, without memory until its tensors are assigned."""
-        config = layer_config(child_config(self.config, {index: overrides(choice)}), index)
+        config = layer_config(child_config(self.config, {index: overrides(self.config, choice)}), index)
         with torch.device("meta"):
             layer = ChildLayer(self._make(config, index), config)
         return layer.to(dtype).eval()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from planish.compress.blocks import Kind, part
+from planish.compress.channels import Channels
 from planish.compress.initialise import (
     Order,
     attention_product,
@@ -22,18 +23,17 @@ from planish.compress.initialise import (
     ffn_product,
     head_scores,
     only_own_queries,
-    order_by_contribution,
-    order_by_refit,
-    order_iteratively,
     pool_heads,
     select_heads,
 )
 from planish.compress.library import ENDS, Library, block_name
+from planish.compress.mixture import MixtureFit
 from planish.compress.parent import Parent
 from planish.compress.refit import Part, Start, Sums
 from planish.compress.space import (
     AttentionOption,
     Choice,
+    KeepExperts,
     KeepHeads,
     LayerSpace,
     LinearAttention,
@@ -176,10 +176,9 @@ class _LayerFit:
             self.linear["attention"] = Sums(size, size, like)
         if LinearFfn() in space.ffn:
             self.linear["ffn"] = Sums(size, size, like)
-        self.channels = None
-        if isinstance(space.ffn[0], Width):
-            self.channels = Sums(space.ffn[0].width, None, like)
-            self.mean_abs = torch.zeros(space.ffn[0].width, dtype=torch.float64, device=like.device)
+        self.channels = Channels(self.ffn.down_proj.weight) if isinstance(space.ffn[0], Width) else None
+        smaller = [each for each in space.ffn[1:] if isinstance(each, KeepExperts)]
+        self.mixture = MixtureFit(self.ffn, smaller) if smaller else None
 
     def see(self, hidden: Tensor, which: Part) -> Tensor:
         """Count a batch of hidden states [B, S, D]; return what the layer makes of them."""
@@ -222,10 +221,9 @@ class _LayerFit:
         if "ffn" in self.linear:
             self.linear["ffn"].parts[which].add(normed.flatten(0, 1), out.flatten(0, 1), weight)
         if self.channels is not None and entered is not None:
-            entered = entered.flatten(0, 1)
-            self.channels.parts[which].add(entered, None, weight)
-            if which != "held":
-                self.mean_abs += entered.abs().sum(0, dtype=torch.float64)
+            self.channels.see(entered.flatten(0, 1), weight, which)
+        if self.mixture is not None:
+            self.mixture.see(normed, out, weight, which)
 
     def _weight(self, target: Tensor) -> Tensor | None:
         if not self.settings.balance:
@@ -259,8 +257,9 @@ class _LayerFit:
         choice = Choice(attention=option, ffn=NoFfn())
         layer = self.parent.blocks.bare(self.index, choice, dtype=plain.dtype)
         tensors = part({name: each.detach() for name, each in self.layer.state_dict().items()}, "attention")
+        rows = self.attention.k_proj.out_features
         for name, each in tensors.items():
-            if ".k_proj." in name or ".v_proj." in name:
+            if name.startswith(("self_attn.k_", "self_attn.v_")) and len(each) == rows:  # a norm of single heads stays
                 tensors[name] = reduce(each)
         layer.load_state_dict(tensors, assign=True)
         layer.self_attn.o_proj = nn.Identity()  # what enters the output matrix comes out
@@ -270,7 +269,7 @@ class _LayerFit:
     def write(self, library: Library) -> None:
         """Solve for every block and write those that are not in `library`."""
         attempts = [attempt.sums for attempt in self.attempts or []]
-        for sums in [*self.linear.values(), *attempts, *([self.channels] if self.channels else [])]:
+        for sums in [*self.linear.values(), *attempts]:
             sums.close()
         self._write_attention(library)
         self._write_ffn(library)
@@ -342,43 +341,30 @@ class _LayerFit:
                 )
                 matrix, facts = self._solve_linear("ffn", product)
                 self._write(library, "ffn", option, norm | {"mlp.linear.weight": matrix}, facts)
-        widths = [option for option in self.space.ffn[1:] if isinstance(option, Width)]
-        if widths and any(block_name(self.index, "ffn", each) not in library for each in widths):
-            self._write_widths(library, mine, widths)
-
-    def _write_widths(self, library: Library, mine: dict[str, Tensor], widths: list[Width]) -> None:
-        if self.channels is None:
+        smaller = [each for each in self.space.ffn[1:] if isinstance(each, Width | KeepExperts)]
+        if all(block_name(self.index, "ffn", each) in library for each in smaller):
             return
-        down = self.ffn.down_proj.weight.detach()
-        sums = self.channels.derived(down)
-        orders: dict[str, Tensor] = {
-            name: self._order(name, sums.parts["fit"].gram, down) for name in self.settings.orders
-        }
-        published = order_by_contribution(self.mean_abs, down)
-        best = [
-            sums.choose([_start(name, order, each, down) for name, order in orders.items()], self.settings.ridges)
-            for each in widths
-        ]
-        sums.settle()
-        for option, chosen in zip(widths, best, strict=True):
-            keep, first = chosen.start.keep, published[: option.width]
-            matrix = sums.solve(chosen)
-            facts = chosen.made, sums.held.error(matrix, keep), sums.held.error(down[:, first], first)
-            self._write(library, "ffn", option, cut_channels(mine, keep) | {"mlp.down_proj.weight": matrix}, facts)
+        if self.mixture is not None:
+            self._write_mixtures(library, mine, self.mixture)
+        elif self.channels is not None:
+            self._write_widths(library, mine, [each for each in smaller if isinstance(each, Width)], self.channels)
 
-    def _order(self, name: Order, gram: Tensor, down: Tensor) -> Tensor:
-        match name:
-            case "contribution":
-                return order_by_contribution(self.mean_abs, down)
-            case "iterative":
-                return order_iteratively(gram, down)
-            case "refit":
-                return order_by_refit(gram, down, ridge=1e-2)
+    def _write_widths(self, library: Library, mine: dict[str, Tensor], widths: list[Width], channels: Channels) -> None:
+        cuts = channels.cuts([each.width for each in widths], self.settings.orders, self.settings.ridges)
+        for option, cut in zip(widths, cuts, strict=True):
+            tensors = cut_channels(mine, cut.keep) | {"mlp.down_proj.weight": cut.matrix}
+            self._write(library, "ffn", option, tensors, (cut.made, cut.error, cut.plain_error))
 
+    def _write_mixtures(self, library: Library, mine: dict[str, Tensor], mixture: MixtureFit) -> None:
+        def build(option: KeepExperts, tensors: dict[str, Tensor]) -> nn.Module:
+            choice = Choice(attention=NoAttention(), ffn=option)
+            layer = self.parent.blocks.bare(self.index, choice, dtype=self.parent.dtype)
+            layer.load_state_dict(tensors, assign=True)
+            return layer.mlp
 
-def _start(name: str, order: Tensor, option: Width, down: Tensor) -> Start:
-    keep = order[: option.width]
-    return Start(made=name, matrix=down[:, keep], keep=keep)
+        for each in mixture.smaller(mine, self.settings.orders, self.settings.ridges, build):
+            facts = each.made, each.error, each.plain_error
+            self._write(library, "ffn", each.option, each.tensors, facts)
 
 
 @contextmanager

@@ -2,7 +2,16 @@
 
 from dataclasses import dataclass, replace
 
-from planish.compress.space import KeepHeads, LayerSpace, LinearAttention, LinearFfn, SlidingWindow, Space, Width
+from planish.compress.space import (
+    KeepExperts,
+    KeepHeads,
+    LayerSpace,
+    LinearAttention,
+    LinearFfn,
+    SlidingWindow,
+    Space,
+    Width,
+)
 from planish.errors import DoesNotFit
 from planish.units import format_bytes
 
@@ -13,6 +22,7 @@ class Pass:
 
     Attributes:
         rows: Rows of text.
+        judging_rows: Of them, those that choose and judge.
         context: Tokens in each.
         batch_rows: Rows that run at once, at most.
         itemsize: Bytes of a weight and of a hidden state's number.
@@ -22,6 +32,7 @@ class Pass:
     """
 
     rows: int
+    judging_rows: int
     context: int
     batch_rows: int
     itemsize: int
@@ -75,8 +86,37 @@ def _layer_bytes(space: Space, layer: LayerSpace, sizes: Pass) -> int:
             equations += ways * own + (d * q * sizes.itemsize if ways == 2 else 0)
     weights = 0 if sizes.resident_bytes else sizes.largest_layer_bytes
     tokens = sizes.batch_rows * sizes.context
-    work = max(_batch_bytes(tokens, space, layer, width, sizes), _solve_bytes(d, q, width, sizes.itemsize))
-    return weights + equations + work
+    batch, solve = _batch_bytes(tokens, space, layer, width, sizes), _solve_bytes(d, q, width, sizes.itemsize)
+    if isinstance(layer.ffn[0], KeepExperts) and space.mixture is not None:
+        smaller = [each for each in layer.ffn[1:] if isinstance(each, KeepExperts)]
+        equations += _mixture_sums(layer.ffn[0], smaller, d, sizes)
+        batch = max(batch, _mixture_batch(layer.ffn[0], space.mixture.top_k, tokens, d, sizes))
+        solve = max(solve, _mixture_solve(layer.ffn[0], smaller, batch, d, sizes))
+    return weights + equations + max(batch, solve)
+
+
+def _mixture_sums(parent: KeepExperts, smaller: list[KeepExperts], d: int, sizes: Pass) -> int:
+    """Return what is kept of a mixture's text: what judges it, and sums of each expert's channels."""
+    kept = sizes.judging_rows * sizes.context * (2 * d * sizes.itemsize + 8) if smaller else 0
+    narrow = any(each.experts == parent.experts for each in smaller)
+    sum_size = 8 if sizes.itemsize == 8 else 4
+    return kept + (parent.experts * (3 * parent.width**2 * sum_size + 8 * parent.width) if narrow else 0)
+
+
+def _mixture_batch(parent: KeepExperts, top_k: int, tokens: int, d: int, sizes: Pass) -> int:
+    """Return what a batch holds in a mixture: rows on their way through experts, and what comes of them."""
+    return tokens * (top_k * max(4 * d, d + 4 * parent.width) + 4 * d + 2 * parent.experts) * sizes.itemsize
+
+
+def _mixture_solve(parent: KeepExperts, smaller: list[KeepExperts], batch: int, d: int, sizes: Pass) -> int:
+    """Return what writing smaller mixtures holds: last matrices of all widths; one solve, or a mixture in use."""
+    narrow = [each.width for each in smaller if each.experts == parent.experts]
+    cuts = parent.experts * sum(narrow) * (d * sizes.itemsize + 16)
+    largest = max((each.experts * each.width for each in smaller), default=0)
+    starts = (sum(narrow) + 3 * parent.width) * d * sizes.itemsize
+    solve = starts + _solve_bytes(d, 0, parent.width, sizes.itemsize) if narrow else 0
+    mixture = 3 * d * largest * sizes.itemsize
+    return cuts + max(solve, mixture + max(mixture, batch))
 
 
 def _batch_bytes(tokens: int, space: Space, layer: LayerSpace, width: int, sizes: Pass) -> int:

@@ -10,12 +10,14 @@ from scipy.optimize import nnls
 from planish.compress.space import (
     Architecture,
     AttentionOption,
+    Beside,
     Choice,
     FfnOption,
     KeepExperts,
     KeepHeads,
     LinearAttention,
     LinearFfn,
+    Mixture,
     NoAttention,
     NoFfn,
     Option,
@@ -30,8 +32,8 @@ Phase = Literal["prefill", "decode"]
 Sizes = Mapping[str, int]  # numbers in a sub-block, by "attention kv3"
 Source = Literal["measured", "fitted"]
 
-# Kernels that transformers launches for each sub-block: norm, projections, rotation, attention, sums.
-_OPS = {"attention": 16, "ffn": 8, "linear": 4}
+# Kernels that transformers launches for each sub-block: norm, projections, rotation, attention, routing, sums.
+_OPS = {"attention": 16, "ffn": 8, "experts": 24, "linear": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,25 +107,34 @@ class Numbers:
 
 
 def parameters(space: Space, option: Option) -> int:
-    """Return the numbers in a sub-block, its norm included.
+    """Return the numbers in a sub-block, its norms and biases included.
 
     Raises:
-        UsageError: A mixture of experts, where the space does not hold its size.
+        UsageError: A mixture of experts, where the space does not say what mixtures have in common.
     """
-    D, heads = space.hidden_size, space.num_heads * space.head_dim
+    D, heads, beside = space.hidden_size, space.num_heads * space.head_dim, space.beside or Beside()
     match option:
         case KeepHeads(kv_heads=count) | SlidingWindow(kv_heads=count):
-            return 2 * D * heads + 2 * D * count * space.head_dim + D
+            return 2 * D * heads + D + beside.attention + count * (2 * D * space.head_dim + beside.kv_head)
         case Width(width=width):
-            return 3 * D * width + D
+            return (3 * D + beside.channel) * width + D + beside.ffn
         case LinearAttention() | LinearFfn():
             return D * D + D
         case NoAttention() | NoFfn():
             return 0
-        case KeepExperts():
-            if space.mixture_parameters is None:
-                raise UsageError("the space does not say how large its mixtures of experts are; read it off the model.")
-            return space.mixture_parameters
+        case KeepExperts(experts=count, width=width):
+            return _mixture(space).beside + count * (3 * D * width + D)
+
+
+def _mixture(space: Space) -> Mixture:
+    if space.mixture is None:
+        raise UsageError("the space does not say what its mixtures of experts have in common; read it off the model.")
+    return space.mixture
+
+
+def experts_met(space: Space, option: KeepExperts, tokens: int) -> float:
+    """Return how many experts `tokens` tokens are expected to meet, were each as likely as any other."""
+    return option.experts * (1 - (1 - _mixture(space).top_k / option.experts) ** tokens)
 
 
 def cache_numbers(space: Space, option: Option, context: int) -> int:
@@ -154,6 +165,11 @@ def work_of(space: Space, option: Option, scenario: Scenario, numbers: Numbers) 
         case Width(width=width):
             ops = _OPS["ffn"]
             moved += T * (4 * D + 5 * width) * numbers.weight_bytes
+        case KeepExperts(experts=count, width=width):
+            ops, top_k, one = _OPS["experts"], _mixture(space).top_k, 3 * D * width
+            flops -= 2.0 * T * (count - top_k) * one
+            moved -= (count - experts_met(space, option, T)) * one * numbers.weight_bytes
+            moved += T * (4 * D + top_k * (4 * D + 5 * width)) * numbers.weight_bytes
         case LinearAttention() | LinearFfn():
             moved += 4 * T * D * numbers.weight_bytes
     return Work(ops=ops, flops=flops, moved_bytes=moved)
@@ -247,8 +263,9 @@ def choice_bytes(
 def workspace_bytes(space: Space, layers: Iterable[Choice], scenario: Scenario, numbers: Numbers) -> float:
     """Return the bytes of temporaries at the worst moment of serving: in one layer, or at the logits of last tokens.
 
-    A layer holds its input, the sum with attention, the normed one and the network's three widest; or queries, keys,
-    values, the output of attention and, as one token is decoded, the layer's grown cache beside the old one.
+    A layer holds its input, the sum with attention, the normed one and the network's three widest (in a mixture, four
+    of each row that goes to an expert); or queries, keys, values, the output of attention and, as one token is decoded,
+    the layer's grown cache beside the old one.
     """
     T, D, wide = scenario.tokens, space.hidden_size, numbers.weight_bytes
     heads = space.num_heads * space.head_dim
@@ -258,6 +275,9 @@ def workspace_bytes(space: Space, layers: Iterable[Choice], scenario: Scenario, 
         match choice.ffn:
             case Width(width=width):
                 worst = max(worst, T * (here + 3 * width) * wide)
+            case KeepExperts(width=width):
+                rows = T * _mixture(space).top_k
+                worst = max(worst, (T * here + rows * max(4 * D, D + 4 * width)) * wide)
         if attends(choice.attention):
             grown = cache_numbers(space, choice.attention, scenario.context) / 2 if scenario.phase == "decode" else 0
             inside = T * (here + 3 * heads) * wide
@@ -281,3 +301,8 @@ def options_of(space: Space) -> dict[str, AttentionOption | FfnOption]:
         found |= {f"attention {option.label}": option for option in layer.attention}
         found |= {f"ffn {option.label}": option for option in layer.ffn}
     return found
+
+
+def home_of(space: Space, option: Option) -> int:
+    """Return the first layer that may be `option`; a family's dense layers and its mixtures are of different makes."""
+    return next(index for index, layer in enumerate(space.layers) if option in (*layer.attention, *layer.ffn))

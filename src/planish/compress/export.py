@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planish.compress import decilm
-from planish.compress.blocks import architecture_of
+from planish.compress.blocks import architecture_of, expert_keys
 from planish.compress.library import stand_in
 from planish.compress.realise import Lazy, write_lazily
 from planish.compress.space import (
@@ -102,7 +103,8 @@ def export_dense(child: Path, folder: Path) -> None:
         folder: Where to.
 
     Raises:
-        UsageError: A layer with one matrix, or another window, in the place of a sub-block: no plain class has those.
+        UsageError: A layer with one matrix, or another window, in the place of a sub-block, or layers with different
+            numbers of experts: no plain class has those.
         WorldFailed: The disk refuses.
     """
     source = ChildFolder(child)
@@ -111,10 +113,15 @@ def export_dense(child: Path, folder: Path) -> None:
     for index, choice in enumerate(choices):
         _refuse_dense(index, choice, getattr(config, "sliding_window", None))
     widths = [each.ffn.width for each in choices if isinstance(each.ffn, Width)]
+    mixtures = [each.ffn for each in choices if isinstance(each.ffn, KeepExperts)]
+    _refuse_uneven(mixtures)
     heads = [each.attention.kv_heads for each in choices if isinstance(each.attention, KeepHeads | SlidingWindow)]
     config.num_key_value_heads = math.lcm(*heads)
     if widths:
         config.intermediate_size = max(widths)
+    if mixtures:
+        count, width = expert_keys(config)
+        config.update({count: mixtures[0].experts, width: max(each.width for each in mixtures)})
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(config, dtype=source.config.dtype)
     config.architectures = [type(plain).__name__]
@@ -146,6 +153,15 @@ def _refuse_dense(index: int, choice: Choice, window: int | None) -> None:
         )
 
 
+def _refuse_uneven(mixtures: Sequence[KeepExperts]) -> None:
+    counts = sorted({each.experts for each in mixtures})
+    if len(counts) > 1:
+        raise UsageError(
+            f"layers have {' and '.join(map(str, counts))} experts: plain classes have as many in every layer, and a "
+            "router cannot be kept from one that is padding; search with one of `experts`, or use the native form."
+        )
+
+
 def _dense(source: ChildFolder, name: str, like: Tensor, head_dim: int) -> Lazy:
     """Return tensor `name` of the plain model."""
     if name not in source:
@@ -157,12 +173,15 @@ def _dense(source: ChildFolder, name: str, like: Tensor, head_dim: int) -> Lazy:
 
 
 def _fitted(tensor: Tensor, like: Tensor, name: str, head_dim: int) -> Tensor:
-    if ".k_proj." in name or ".v_proj." in name:
+    if ".self_attn.k_" in name or ".self_attn.v_" in name:
         times = like.shape[0] // tensor.shape[0]
         return tensor.unflatten(0, (-1, head_dim)).repeat_interleave(times, 0).flatten(0, 1)
-    found = torch.zeros(like.shape, dtype=tensor.dtype)
+    halves = name.endswith("experts.gate_up_proj")  # channels of the gate, then as many that it lets through
+    if halves:
+        tensor = tensor.unflatten(1, (2, -1))
+    found = torch.zeros(like.unflatten(1, (2, -1)).shape if halves else like.shape, dtype=tensor.dtype)
     found[tuple(slice(0, size) for size in tensor.shape)] = tensor
-    return found
+    return found.flatten(1, 2) if halves else found
 
 
 def export_decilm(child: Path, folder: Path) -> None:

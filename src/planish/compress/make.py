@@ -80,6 +80,7 @@ def _sizes(parent: Parent, rows: Tensor, settings: Calibration) -> Pass:
     choose, held = settings.borders(len(rows))
     return Pass(
         rows=rows.shape[0],
+        judging_rows=len(rows) - choose,
         context=rows.shape[1],
         batch_rows=min(settings.batch_rows, max(choose, held - choose, len(rows) - held)),
         itemsize=parent.dtype.itemsize,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from planish.compress.blocks import Blocks, config_of, overrides
-from planish.compress.costs import Costs, Numbers, Price, Scenario, fit_rates, options_of, work_of
+from planish.compress.costs import Costs, Numbers, Price, Scenario, fit_rates, home_of, options_of, work_of
 from planish.compress.journal import Journal
 from planish.compress.library import Library
 from planish.compress.space import (
@@ -102,7 +102,10 @@ def sizes_of(config: Any, space: Space) -> dict[str, int]:
     """Return the numbers in every sub-block of a space, norms and biases of its family included."""
     blocks = Blocks(config)
     return {
-        name: sum(each.numel() for each in blocks.bare(0, _alone(option), dtype=torch.float32).parameters())
+        name: sum(
+            each.numel()
+            for each in blocks.bare(home_of(space, option), _alone(option), dtype=torch.float32).parameters()
+        )
         for name, option in options_of(space).items()
     }
 
@@ -173,12 +176,13 @@ def _alone(option: AttentionOption | FfnOption) -> Choice:
 def _sub_block(library: Library, option: AttentionOption | FfnOption, scenario: Scenario, device: torch.device) -> Run:
     """Return a run of a layer that has this sub-block alone, with its own weights and cache."""
     blocks, choice = Blocks(library.config), _alone(option)
-    layer = _drawn(blocks.empty(0, choice, device=device, dtype=library.dtype))
+    home = 0 if attends(choice.attention) else home_of(library.space, option)  # its cache is the first layer's
+    layer = _drawn(blocks.empty(home, choice, device=device, dtype=library.dtype))
     tokens = scenario.context if scenario.phase == "prefill" else 1
     hidden = torch.randn(scenario.batch, tokens, library.space.hidden_size, dtype=library.dtype, device=device)
     if not attends(choice.attention):
         return lambda: _quiet(layer, hidden)
-    cache = DynamicCache(config=child_config(blocks.config, {0: overrides(choice)}))
+    cache = DynamicCache(config=child_config(blocks.config, {0: overrides(blocks.config, choice)}))
     if scenario.phase == "decode":
         shape = (scenario.batch, choice.attention.kv_heads, scenario.context, library.space.head_dim)
         cache.update(*(torch.randn(shape, dtype=library.dtype, device=device) for _ in range(2)), 0)

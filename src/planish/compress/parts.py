@@ -9,10 +9,12 @@ from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
 from planish.compress.space import (
+    Beside,
     KeepExperts,
     KeepHeads,
     LayerSpace,
     Menu,
+    Mixture,
     SlidingWindow,
     Space,
     Width,
@@ -25,6 +27,7 @@ from planish.models.load import text_config
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FFN = ("gate_proj", "up_proj", "down_proj")
+_MIXTURE = {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 
@@ -43,7 +46,8 @@ class LayerParts:
         kv_heads: Heads of keys and values.
         head_dim: Width of one head.
         window: Tokens that attention sees; None: all before.
-        width: Channels of the network; None for a mixture.
+        parent_ffn: The network or mixture as an option.
+        top_k: Experts that a mixture sends a token to, where planish can cut it, else None.
     """
 
     name: str
@@ -56,7 +60,8 @@ class LayerParts:
     kv_heads: int
     head_dim: int
     window: int | None
-    width: int | None
+    parent_ffn: Width | KeepExperts
+    top_k: int | None
 
     @property
     def parent_attention(self) -> KeepHeads | SlidingWindow:
@@ -64,11 +69,6 @@ class LayerParts:
         if self.window is None:
             return KeepHeads(kv_heads=self.kv_heads)
         return SlidingWindow(window=self.window, kv_heads=self.kv_heads)
-
-    @property
-    def parent_ffn(self) -> Width | KeepExperts:
-        """Its feed-forward network as an option."""
-        return KeepExperts() if self.width is None else Width(width=self.width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,8 @@ def discover(model: PreTrainedModel, menu: Menu | None = None) -> Space:
     """Return what the children of `model` may be, read off its module tree.
 
     Args:
-        model: A transformers causal LM of Llama's make (Mistral, Qwen, Mixtral, ...); its mixtures stay whole.
+        model: A transformers causal LM of Llama's make (Mistral, Qwen, Mixtral, ...). Mixtures of anything but a router
+            and gated experts without biases stay whole.
         menu: The options; default: `Menu()`.
 
     Raises:
@@ -110,7 +111,10 @@ def discover(model: PreTrainedModel, menu: Menu | None = None) -> Space:
     """
     parts, menu = find_parts(model), menu or Menu()
     layers = tuple(
-        LayerSpace(attention=attention_options(each.parent_attention, menu), ffn=ffn_options(each.parent_ffn, menu))
+        LayerSpace(
+            attention=attention_options(each.parent_attention, menu),
+            ffn=ffn_options(each.parent_ffn, menu, top_k=each.top_k),
+        )
         for each in parts.layers
     )
     head = parts.anatomy.head
@@ -121,17 +125,45 @@ def discover(model: PreTrainedModel, menu: Menu | None = None) -> Space:
         head_dim=parts.layers[0].head_dim,
         vocab_size=head.weight.shape[0],
         tied=head.weight is model.get_input_embeddings().weight,
-        mixture_parameters=_mixture_parameters(parts),
+        mixture=_mixture(parts),
+        beside=_beside(parts),
     )
 
 
-def _mixture_parameters(parts: Parts) -> int | None:
-    """Return the numbers of the largest mixture with its norm, None where layers have none."""
-    mixtures = [each for each in parts.layers if each.width is None]
-    sizes = [
-        sum(param.numel() for part in (each.ffn, each.norm_ffn) for param in part.parameters()) for each in mixtures
-    ]
-    return max(sizes, default=None)
+def _mixture(parts: Parts) -> Mixture | None:
+    """Return what mixtures have in common, None where layers have none."""
+    for layer in parts.layers:
+        if isinstance(layer.parent_ffn, KeepExperts):
+            config = text_config(parts.model.config)
+            D, option = parts.anatomy.hidden_size, layer.parent_ffn
+            routed = option.experts * (3 * D * option.width + D)
+            return Mixture(top_k=config.num_experts_per_tok, beside=_numbers(layer.ffn, layer.norm_ffn) - routed)
+    return None
+
+
+def _numbers(*modules: nn.Module) -> int:
+    return sum(param.numel() for module in modules for param in module.parameters())
+
+
+def _beside(parts: Parts) -> Beside | None:
+    """Return the numbers beside the matrices of Llama's make, None where there are none."""
+    first = parts.layers[0]
+    shared = first.kv_heads * first.head_dim
+    kv_head = attention = ffn = channel = 0
+    for name, param in first.attention.named_parameters():
+        if name.removesuffix(".weight") in _ATTENTION:
+            continue
+        each_head = name.startswith(("k_", "v_")) and param.numel() == shared and first.kv_heads > 1
+        kv_head += first.head_dim if each_head else 0
+        attention += 0 if each_head else param.numel()
+    for layer in parts.layers:
+        if isinstance(layer.parent_ffn, Width):
+            biases = {name: param for name, param in layer.ffn.named_parameters() if name.endswith(".bias")}
+            channel = sum(not name.startswith("down") for name in biases)
+            ffn = sum(param.numel() for name, param in biases.items() if name.startswith("down"))
+            break
+    found = Beside(attention=attention, kv_head=kv_head, ffn=ffn, channel=channel)
+    return None if found == Beside() else found
 
 
 def layer_windows(model: PreTrainedModel, count: int) -> list[int | None]:
@@ -175,8 +207,22 @@ def _layer_parts(name: str, layer: nn.Module, window: int | None) -> LayerParts:
         kv_heads=attention.k_proj.out_features // head_dim,
         head_dim=head_dim,
         window=window,
-        width=ffn.down_proj.in_features if dense else None,
+        parent_ffn=Width(width=ffn.down_proj.in_features) if dense else _experts_of(ffn),
+        top_k=None if dense else _top_k(ffn),
     )
+
+
+def _experts_of(mixture: Any) -> KeepExperts:
+    experts = mixture.experts
+    width = experts.down_proj.shape[1 if experts.is_transposed else 2]
+    return KeepExperts(experts=experts.down_proj.shape[0], width=width)
+
+
+def _top_k(mixture: Any) -> int | None:
+    """Return the experts that a token is sent to, where a router and gated experts are all there is, else None."""
+    experts = mixture.experts
+    known = {name for name, _ in mixture.named_parameters()} == _MIXTURE
+    return mixture.gate.top_k if known and experts.is_concatenated and not experts.is_transposed else None
 
 
 @torch.no_grad()
@@ -211,7 +257,15 @@ def _try(config: Any) -> None:
             "(multipliers, norms elsewhere); planish cannot cut it."
         )
     ffn: Any = parts.ffn
-    if parts.width and not torch.equal(ffn(x), ffn.down_proj(ffn.act_fn(ffn.gate_proj(x)) * ffn.up_proj(x))):
+    if parts.top_k is not None:
+        _, scores, ids = ffn.gate(x[0])
+        if not torch.equal(ffn(x)[0], ffn.experts(x[0], ids, scores)):
+            raise UsageError(
+                f"`model.from`: {type(ffn).__name__} is more than a router and experts; planish cannot cut it."
+            )
+    if isinstance(parts.parent_ffn, Width) and not torch.equal(
+        ffn(x), ffn.down_proj(ffn.act_fn(ffn.gate_proj(x)) * ffn.up_proj(x))
+    ):
         raise UsageError(
             f"`model.from`: {type(ffn).__name__} is no gated network, down(act(gate) * up); planish cannot cut it."
         )

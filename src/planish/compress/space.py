@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -82,12 +82,20 @@ class Width:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepExperts:
-    """The parent's mixture of experts as it is."""
+    """A mixture with `experts` of the parent's, each of `width` channels; the parent's numbers are the parent.
+
+    Attributes:
+        experts: Not fewer than a token is sent to, so that routers choose as ever, among those that are left.
+        width: Channels of each.
+    """
+
+    experts: int
+    width: int
 
     @property
     def label(self) -> str:
         """A short name, unique within a layer."""
-        return "experts"
+        return f"experts{self.experts}x{self.width}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +197,36 @@ class LayerSpace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Numbers that a family's sub-blocks have beside the matrices of Llama's: biases, norms of queries and keys.
+
+    Attributes:
+        attention: Of a layer's attention, whatever its heads of keys and values.
+        kv_head: Of each of those.
+        ffn: Of a dense network, whatever its width.
+        channel: Of each of its channels.
+    """
+
+    attention: int = 0
+    kv_head: int = 0
+    ffn: int = 0
+    channel: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """What every mixture of a model has, however many experts.
+
+    Attributes:
+        top_k: Experts that a token is sent to.
+        beside: Numbers beside router and experts: the norm before them, experts that all tokens share.
+    """
+
+    top_k: int
+    beside: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
     """What a parent's children may be, and the parent's sizes.
 
@@ -199,7 +237,8 @@ class Space:
         head_dim: Width of a head.
         vocab_size: V.
         tied: Whether the head is the embedding.
-        mixture_parameters: Numbers in a layer's mixture of experts, its router and norm included; None without any.
+        mixture: What its mixtures of experts have in common; None without any.
+        beside: Numbers beside Llama's matrices; None without any.
     """
 
     layers: tuple[LayerSpace, ...]
@@ -208,7 +247,8 @@ class Space:
     head_dim: int
     vocab_size: int
     tied: bool
-    mixture_parameters: int | None = None
+    mixture: Mixture | None = None
+    beside: Beside | None = None
 
     @property
     def parent(self) -> Architecture:
@@ -244,11 +284,12 @@ class Menu:
     Attributes:
         kv_heads: Counts of heads of keys and values; default: every one that divides the parent's.
         windows: Tokens that a sliding window sees, for each of the `kv_heads`' parent count.
-        widths: Parts of the parent's feed-forward width, rounded to `width_multiple`.
+        widths: Parts of the parent's feed-forward width, or of each expert's, rounded to `width_multiple`.
         width_multiple: Channels are a multiple of this, as engines ask for (vLLM's DeciLM without
             `intermediate_size`: 256).
         linear: Whether one matrix may stand for attention or the feed-forward network.
         skip: Whether nothing may.
+        experts: Parts of a mixture's experts, of which no fewer stay than a token is sent to.
     """
 
     kv_heads: tuple[int, ...] | None = None
@@ -257,13 +298,15 @@ class Menu:
     width_multiple: int = 64
     linear: bool = True
     skip: bool = True
+    experts: tuple[float, ...] = (0.75, 0.5, 0.25)
 
     def __post_init__(self) -> None:
-        wrong = [part for part in self.widths if not 0 < part < 1]
-        if wrong:
-            raise ValueError(
-                f"`widths` must be parts between 0 and 1, got {wrong[0]}; write 0.5 for half the channels."
-            )
+        for name, parts, of in (("widths", self.widths, "channels"), ("experts", self.experts, "experts")):
+            wrong = [part for part in parts if not 0 < part < 1]
+            if wrong:
+                raise ValueError(
+                    f"`{name}` must be parts between 0 and 1, got {wrong[0]}; write 0.5 for half the {of}."
+                )
         if self.width_multiple < 1:
             raise ValueError(f"`width_multiple` must be positive, got {self.width_multiple}; 64 suits most engines.")
         if any(window < 1 for window in self.windows):
@@ -305,13 +348,23 @@ def _kv_counts(parent: int, asked: Sequence[int] | None) -> list[int]:
     return legal if asked is None else sorted({count for count in asked if count != parent}, reverse=True)
 
 
-def ffn_options(parent: Width | KeepExperts, menu: Menu) -> tuple[FfnOption, ...]:
-    """Return what may stand for `parent`, itself first, then from large to small."""
-    widths: Iterable[int] = ()
+def ffn_options(parent: Width | KeepExperts, menu: Menu, *, top_k: int | None = None) -> tuple[FfnOption, ...]:
+    """Return what may stand for `parent`, itself first, then from large to small.
+
+    Args:
+        parent: A network or a mixture.
+        menu: What is offered.
+        top_k: Experts that a mixture sends a token to; None for one that stays whole.
+    """
+    widths = sorted({_legal(parent.width * part, menu.width_multiple) for part in menu.widths}, reverse=True)
+    widths = [width for width in widths if width < parent.width]
+    reduced: list[FfnOption] = []
     if isinstance(parent, Width):
-        widths = sorted({_legal(parent.width * part, menu.width_multiple) for part in menu.widths}, reverse=True)
-        widths = [width for width in widths if width < parent.width]
-    reduced: list[FfnOption] = [Width(width=width) for width in widths]
+        reduced += [Width(width=width) for width in widths]
+    elif top_k is not None:
+        counts = {max(top_k, round(parent.experts * part)) for part in menu.experts} - {parent.experts}
+        reduced += [KeepExperts(experts=count, width=parent.width) for count in sorted(counts, reverse=True)]
+        reduced += [KeepExperts(experts=parent.experts, width=width) for width in widths]
     return (parent, *reduced, *([LinearFfn()] if menu.linear else []), *([NoFfn()] if menu.skip else []))
 
 

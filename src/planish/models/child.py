@@ -7,6 +7,8 @@ The file imports nothing of planish, so that a copy of it beside the weights loa
 
 import copy
 import functools
+import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -79,7 +81,7 @@ class ChildLayer(GradientCheckpointingLayer):
         self.attends = "attention" not in skip and "attention" not in linear
         self.window = config.sliding_window if self.attends and _slides(config) else None
         # Families that know windows hand on their own; the others hand on what they are given.
-        self.hands_on = self.window is not None and not hasattr(type(config), "sliding_window")
+        self.hands_on = self.window is not None and not _hands_on(template.self_attn)
         if "attention" not in skip:
             self.input_layernorm = template.input_layernorm
             self.self_attn = template.self_attn if self.attends else Linear(config.hidden_size)
@@ -100,6 +102,13 @@ class ChildLayer(GradientCheckpointingLayer):
         if self.has_mlp:
             hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states
+
+
+def _hands_on(attention: nn.Module) -> bool:
+    """Return whether a family's attention names a window itself where it calls an implementation."""
+    code = inspect.unwrap(type(attention).forward).__code__
+    constants = (each if isinstance(each, tuple) else (each,) for each in code.co_consts)
+    return "sliding_window" in {*code.co_names, *itertools.chain.from_iterable(constants)}
 
 
 def _slides(config: PretrainedConfig) -> bool:

@@ -1,5 +1,7 @@
 """A compressed child as one page: what its layers became, what it costs and keeps, and what else could be had."""
 
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -148,8 +150,8 @@ def _cell(x: float, top: float, width: float, text: str, part: float, index: int
 
 
 def _size(text: str) -> float:
-    digits = text.split("-")[0].lstrip("kvwidth")
-    return float(digits) if digits.isdigit() else 0.0
+    """Return what a label counts: heads, channels, or experts times their channels."""
+    return float(math.prod(map(int, re.findall(r"\d+", text.split("-")[0]))) if text not in ("none", "linear") else 0)
 
 
 def _said_of_baselines(outcome: Mapping[str, Any]) -> str:
