@@ -174,8 +174,10 @@ class Scene:
             children["puzzle by kl, context rounds"] = self._improved(found["kl"], ceilings)
         for name, make in BASELINES.items():
             children[name] = self._settled(name, lambda costs, make=make: make(self.task(ceilings, costs)), ceilings)
-        for number, child in enumerate(drawn(self.task(ceilings, self.costs), self.options.drawn)):
-            children[f"drawn {number}"] = self._report(f"drawn {number}", child, self.known.seconds(child), None)
+        for number in range(self.options.drawn):
+            children[f"drawn {number}"] = self._settled(
+                f"drawn {number}", lambda costs, number=number: drawn(self.task(ceilings, costs), number), ceilings
+            )
         return self._compared(children)
 
     def task(self, ceilings: list[Ceiling], costs: Costs) -> Task:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -229,13 +230,28 @@ def test_the_batch_is_chosen_by_what_it_lets_through(task):
 def test_no_baseline_is_better_and_all_keep_to_the_limits(task):
     best = search(task.space, task.harm, task.ceilings, task.costs)
     found = {name: make(task) for name, make in BASELINES.items()}
-    for child in [*filter(None, found.values()), *drawn(task)]:
+    draws = [drawn(task, number) for number in range(10)]
+    for child in [*filter(None, found.values()), *draws]:
         assert meets(child, task.ceilings, task.costs)
         assert any(attends(choice.attention) for choice in child.layers)
         assert harm_of(task, child) >= best.harm - 1e-12
     assert all(child is not None for child in found.values())
-    assert len(drawn(task)) == 10
-    assert drawn(task) == drawn(task)
+    assert len(set(draws)) > 5
+    assert draws == [drawn(task, number) for number in range(10)]
+
+
+def test_what_is_drawn_costs_nearly_as_much_as_is_allowed():
+    """Below the limit, and no layer can be larger: else a draw would lose for being smaller."""
+    space = _space(8, Menu(width_multiple=8))
+    costs = _costs(space)
+    ceiling = _latency(0.65, costs)
+    task = Task(space=space, harm=_harm(space), ceilings=[ceiling], costs=costs, influence=[0.1] * 8)
+    for number in range(5):
+        child = drawn(task, number)
+        assert 0.95 * ceiling.at_most < value_of(ceiling, child, costs) <= ceiling.at_most
+    dearer = _costs(space, factors={DECODE.label: 1.3})
+    child = drawn(replace(task, costs=dearer), 0)
+    assert 0.95 * ceiling.at_most < value_of(ceiling, child, dearer) <= ceiling.at_most
 
 
 def test_depth_drop_takes_the_layers_that_turn_least(task):
@@ -264,16 +280,12 @@ def test_most_parameters_has_most(task):
 
 
 def test_greedy_leaves_nothing_over_the_limits_and_takes_the_parent_where_it_fits(task):
-    from dataclasses import replace
-
     free = replace(task, ceilings=[_latency(1.0, task.costs)])
     assert greedy(free) == task.space.parent
     assert math.isfinite(harm_of(task, greedy(task)))
 
 
 def test_out_of_reach_no_baseline_answers(task):
-    from dataclasses import replace
-
     hopeless = replace(task, ceilings=[_latency(0.01, task.costs)])
     assert [make(hopeless) for make in BASELINES.values()] == [None] * len(BASELINES)
-    assert drawn(hopeless) == []
+    assert drawn(hopeless) is None

@@ -81,31 +81,47 @@ def uniform(task: Task) -> Architecture | None:
     return min(allowed, key=lambda child: harm_of(task, child), default=None)
 
 
-def drawn(task: Task, count: int = 10) -> list[Architecture]:
-    """Return children drawn from the library: random choices, then random smaller ones until the limits hold."""
-    random = np.random.default_rng(task.seed)
-    found = []
-    for _ in range(20 * count):
+def drawn(task: Task, number: int = 0) -> Architecture | None:
+    """Return a child drawn from the library: random choices, then random other ones until it stands below the limits.
+
+    Smaller ones while a limit is exceeded, then larger ones as long as none is, so that what was drawn costs as much as
+    what was searched for. The draw goes by `task.seed` and `number`: with other costs it takes the same way as far.
+    """
+    random = np.random.default_rng((task.seed, number))
+    for _ in range(20):
         layers = [layer.choices[random.integers(len(layer.choices))] for layer in task.space.layers]
-        child = _reduced(task, Architecture(layers=tuple(layers)), random)
+        child = _filled(task, _reduced(task, Architecture(layers=tuple(layers)), random), random)
         if child is not None:
-            found.append(child)
-        if len(found) == count:
-            break
-    return found
+            return child
+    return None
 
 
 def _reduced(task: Task, child: Architecture, random: np.random.Generator) -> Architecture | None:
     for _ in range(50 * len(child.layers)):
         if meets(child, task.ceilings, task.costs):
             return _if_allowed(task, child)
-        index = int(random.integers(len(child.layers)))
-        choices = task.space.layers[index].choices
-        other = choices[random.integers(len(choices))]
-        before, after = (choice_parameters(task.space, each, task.costs.sizes) for each in (child.layers[index], other))
-        if after < before:
-            child = child.with_layer(index, other)
+        other, larger = _changed(task, child, random)
+        child = child if larger else other
     return None
+
+
+def _filled(task: Task, child: Architecture | None, random: np.random.Generator) -> Architecture | None:
+    if child is None:
+        return None
+    for _ in range(20 * len(child.layers)):
+        other, larger = _changed(task, child, random)
+        if larger and meets(other, task.ceilings, task.costs):
+            child = other
+    return child
+
+
+def _changed(task: Task, child: Architecture, random: np.random.Generator) -> tuple[Architecture, bool]:
+    """Return `child` with a random layer made otherwise, and whether that has not fewer parameters."""
+    index = int(random.integers(len(child.layers)))
+    choices = task.space.layers[index].choices
+    other = choices[random.integers(len(choices))]
+    before, after = (choice_parameters(task.space, each, task.costs.sizes) for each in (child.layers[index], other))
+    return child.with_layer(index, other), after >= before
 
 
 def only_skips(task: Task) -> Architecture | None:

@@ -94,6 +94,23 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What joins devices that serve one model: an all-reduce over n is a ring's, and what follows waits for it.
+
+    seconds = base_s + 2 (n - 1) (step_s + bytes / n * byte_s)
+    """
+
+    base_s: float
+    step_s: float
+    byte_s: float
+
+    def all_reduce_s(self, size_bytes: float, devices: int) -> float:
+        """Return the seconds until each of `devices` has the sum of what all had."""
+        steps = 2 * (devices - 1)
+        return self.base_s + steps * (self.step_s + size_bytes * self.byte_s / devices) if steps else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
     """Bytes of one number.
 
@@ -173,6 +190,24 @@ def work_of(space: Space, option: Option, scenario: Scenario, numbers: Numbers) 
         case LinearAttention() | LinearFfn():
             moved += 4 * T * D * numbers.weight_bytes
     return Work(ops=ops, flops=flops, moved_bytes=moved)
+
+
+def tensor_parallel_seconds(works: Iterable[Work], sum_bytes: float, rates: Rates, link: Link, devices: int) -> float:
+    """Return the seconds of sub-blocks whose matrices are divided among devices, each followed by an all-reduce.
+
+    Args:
+        works: Of one device that has all; those without any cost nothing.
+        sum_bytes: Of a sub-block's output.
+        rates: Of each device.
+        link: Between them.
+        devices: Their number.
+    """
+    each = [
+        Work(ops=work.ops, flops=work.flops / devices, moved_bytes=work.moved_bytes / devices)
+        for work in works
+        if work.ops
+    ]
+    return sum(rates.seconds(work) for work in each) + len(each) * link.all_reduce_s(sum_bytes, devices)
 
 
 def fit_rates(points: Iterable[tuple[Work, float]]) -> Rates:

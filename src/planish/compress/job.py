@@ -100,7 +100,7 @@ class Job:
             entrants, found, start = self._tournament(school, {"search": settled} | rounds)
             best, costs = found.architecture, found.costs
         searched, child = self._finish(best, costs, school, start)
-        baselines = tuple(self._baselines(costs)) if self.order.baselines else ()
+        baselines = tuple(self._baselines()) if self.order.baselines else ()
         known = self.scores.additivity()
         return Outcome(
             order=self.order,
@@ -355,13 +355,10 @@ class Job:
         entrants, start = school.tournament(self.library, names, judge)
         return entrants, found[entrants[0].name], start
 
-    def _baselines(self, costs: Costs) -> list[Judged]:
+    def _baselines(self) -> list[Judged]:
         found = []
         for name in self.order.baselines:
-            make = BASELINES.get(name)
-            if make is None:
-                found += [self._judge(name, each, costs) for each in drawn(replace(self._task, costs=costs), 1)]
-                continue
+            make = BASELINES.get(name, drawn)
             settled = self._settled(lambda now, make=make: make(replace(self._task, costs=now)))
             if settled is not None:
                 found.append(self._judge(name, settled.architecture, settled.costs))
