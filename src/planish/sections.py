@@ -316,12 +316,17 @@ class SaveSection:
         dir: The run folder.
         every: Steps between checkpoints; 0 means only at the end.
         keep: Checkpoints kept; older ones are removed once a newer one is complete.
+        host: Bytes of host memory on each rank from which checkpoints are written while training goes on, such as
+            "2GiB"; it waits only while they are full. Default: none, training waits for the disk.
     """
 
     dir: Path = Path("runs/run")
     every: int = 0
     keep: Count = 2
+    host: Bytes | None = None
 
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ValueError(f"`save.every` must be 0 or more, got {self.every}; 0 saves at the end only.")
+        if self.host is not None and self.host < 2**16:
+            raise ValueError(f'`save.host` must be at least "64KiB", got {self.host} bytes; try "256MiB".')

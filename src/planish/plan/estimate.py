@@ -1,7 +1,7 @@
 """What a run will hold: the peak of every phase with those who hold it, and the longest context that would fit."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planish.methods import Plan, StreamAdamW
@@ -33,6 +33,16 @@ class PhasePrice:
     owners: tuple[tuple[Holder, int], ...]
     where: str
 
+    def beside(self, holder: Holder, nbytes: int) -> "PhasePrice":
+        """Return the moment with `nbytes` more."""
+        owners = sorted((*self.owners, (holder, nbytes)), key=lambda item: -item[1])
+        return replace(
+            self,
+            peak_bytes=self.peak_bytes + nbytes,
+            categories=self.categories | {holder.category: self.categories.get(holder.category, 0) + nbytes},
+            owners=tuple(owners[:_KEPT]),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
@@ -63,6 +73,10 @@ class Estimate:
         """Who holds the peak: the largest holders with their bytes."""
         largest = self.phases[self.peak_phase].owners[:_SHOWN]
         return ", ".join(f"{holder.category} of {holder.owner} {format_bytes(size)}" for holder, size in largest)
+
+    def beside(self, holder: Holder, nbytes: int) -> "Estimate":
+        """Return the estimate with `nbytes` more in every phase."""
+        return replace(self, phases={phase: price.beside(holder, nbytes) for phase, price in self.phases.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the estimate as plain data."""

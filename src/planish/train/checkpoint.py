@@ -1,12 +1,8 @@
 """Checkpoints: Hugging Face folders that also hold, bit for bit, everything a run needs to go on."""
 
 import base64
-import hashlib
 import json
-import os
 import random
-import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -23,13 +19,13 @@ from planish.comm.world import ALONE, World
 from planish.decode import encode
 from planish.errors import CheckpointCorrupt, UsageError
 from planish.methods import Plan
+from planish.train.behind import Files, at_once
 from planish.train.collect import Collected, outlines
 from planish.train.model_folder import config_difference, weights_of, write_model
-from planish.train.run_folder import RunFolder, disk_errors, fsync_folder, write_atomically
+from planish.train.run_folder import RunFolder, disk_errors
+from planish.train.seal import Unsealed, checkpoints_in, damage_of, digest, recover
 from planish.train.tensor_files import FarTensor, describe, difference, load_tensors, save_tensors
 
-_NAME = re.compile(r"step-(\d{8,})")
-_MANIFEST = "manifest.json"
 _PROJECTION = ("proj_rank", "granularity", "update_gap", "projection", "refresh", "seed", "weights")
 _OWN = "weights/"  # in `state/`: weights as they lie in memory
 
@@ -78,6 +74,47 @@ def save(  # noqa: PLR0913 - keyword-only options of a public function
 ) -> Path:
     """Return `checkpoints/step-…`, complete and durable; a kill at any moment leaves the one before usable.
 
+    As `write`, and then `Unsealed.seal` with `keep`.
+
+    Raises:
+        WorldFailed: The disk refuses; what was begun is removed and earlier checkpoints stay.
+        ValueError: `progress` is not JSON, or `tensors` has a name twice.
+    """
+    found = write(
+        folder,
+        step=step,
+        model=model,
+        tokenizer=tokenizer,
+        tensors=tensors,
+        progress=progress,
+        plan=plan,
+        world=world,
+    )
+    with disk_errors(f"saving {found.path.name}"):
+        if world.leads:
+            try:
+                found.seal(keep)
+            except BaseException:
+                found.drop()
+                raise
+        world.barrier()
+    return found.path
+
+
+def write(  # noqa: PLR0913 - keyword-only options of a public function
+    folder: RunFolder,
+    *,
+    step: int,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    tensors: Mapping[str, Any],
+    progress: Mapping[str, Any],
+    plan: Plan,
+    world: World = ALONE,
+    files: Files = at_once,
+) -> Unsealed:
+    """Return a checkpoint that nothing is missing from but its seal, once `files` are done with it.
+
     Files are written into a hidden folder, made durable, listed with their checksums, and only then is the folder
     given its name. The random number generators' states are written too. Weights that transformers converts on save
     (fused experts) are written a second time as they lie in memory, so that resuming depends on no conversion.
@@ -93,24 +130,23 @@ def save(  # noqa: PLR0913 - keyword-only options of a public function
         tensors: The optimizer's tensors, in mappings nested at will under string keys.
         progress: Schedule, data position and whatever else JSON can hold.
         plan: The plan of the run.
-        keep: Newest checkpoints that stay; older ones go once this one is complete.
         world: All of its ranks save together, each its own shards; rank 0 writes the rest.
+        files: Opens the files of tensors.
 
     Raises:
         WorldFailed: The disk refuses; what was begun is removed and earlier checkpoints stay.
         ValueError: `progress` is not JSON, or `tensors` has a name twice.
     """
-    final = folder.checkpoints / f"step-{step:08d}"
-    partial = final.with_name(f".{final.name}.partial")
-    with disk_errors(f"saving {final.name}"):
-        state = partial / "state"
+    found = Unsealed(folder=folder, step=step)
+    with disk_errors(f"saving {found.path.name}"):
+        state = found.partial / "state"
         try:
             if world.leads:
-                _recover(folder)
+                recover(folder)
                 state.mkdir(parents=True)
             world.barrier()
-            stored = _write_model(partial, model, tokenizer, world)
-            save_tensors(state, _own(weights_of(model), stored) | _flatten(tensors))
+            stored = _write_model(found.partial, model, tokenizer, world, files)
+            save_tensors(state, _own(weights_of(model), stored) | _flatten(tensors), files)
             rng = world.gather(_rng_state())
             if world.leads:
                 facts = {
@@ -119,21 +155,15 @@ def save(  # noqa: PLR0913 - keyword-only options of a public function
                     "weights": stored,
                     "rng": rng,
                     "versions": _versions(),
-                    "plan_sha256": _digest(plan.to_toml()),
+                    "plan_sha256": digest(plan.to_toml()),
                     "optim": encode(plan)["optim"],
                     "tokenizer_sha256": _tokenizer_digest(tokenizer),
                 }
                 (state / "state.json").write_text(json.dumps(facts, allow_nan=False), encoding="utf-8")
-                _seal(partial, step)
-                _publish(partial, final)
         except BaseException:  # on any rank: one that comes late makes the folder again
-            shutil.rmtree(partial, ignore_errors=True)
+            found.drop()
             raise
-        if world.leads:
-            write_atomically(folder.latest, f"{final.name}\n")
-            _prune(folder, step, keep)
-        world.barrier()
-    return final
+    return found
 
 
 def latest(folder: RunFolder, *, checksums: bool = True) -> CheckpointRef | None:
@@ -142,7 +172,7 @@ def latest(folder: RunFolder, *, checksums: bool = True) -> CheckpointRef | None
     Raises:
         CheckpointCorrupt: There are checkpoints, and none is intact.
     """
-    _recover(folder)
+    recover(folder)
     return newest(folder.checkpoints, checksums=checksums)
 
 
@@ -158,14 +188,14 @@ def newest(checkpoints: Path, *, checksums: bool = True) -> CheckpointRef | None
     Raises:
         CheckpointCorrupt: There are checkpoints, and none is intact.
     """
-    found = {path.name: (step, path) for step, path in _checkpoints(checkpoints)}
+    found = {path.name: (step, path) for step, path in checkpoints_in(checkpoints)}
     skipped = []
     pointer = checkpoints.parent / "latest"
     named = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else ""
     if named and named not in found:
         skipped.append(f"checkpoint {named}, which `latest` names, is gone.")
     for step, path in sorted(found.values(), reverse=True):
-        damage = _damage(path, checksums=checksums)
+        damage = damage_of(path, checksums=checksums)
         if damage is None:
             return CheckpointRef(path=path, step=step, skipped=tuple(skipped))
         skipped.append(f"checkpoint {path.name} is damaged: {damage}.")
@@ -230,13 +260,13 @@ def load(
 
 
 def _write_model(
-    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, world: World
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, world: World, files: Files
 ) -> dict[str, str]:
     """Write the model of all ranks; return, on every rank, `write_model`'s names of all weights."""
     if world.pipeline is None:
-        return write_model(folder, model, tokenizer, leads=world.leads)
+        return write_model(folder, model, tokenizer, leads=world.leads, files=files)
     groups = Collected(weights_of(model), world)
-    return world.gather(write_model(folder, model, tokenizer, leads=world.leads, groups=groups))[0]
+    return world.gather(write_model(folder, model, tokenizer, leads=world.leads, groups=groups, files=files))[0]
 
 
 def _own(weights: Mapping[str, Tensor], stored: Mapping[str, str]) -> dict[str, Tensor]:
@@ -269,76 +299,6 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor | Fa
             raise ValueError(f"`tensors` has the name {min(twice)!r} twice; keys are joined by dots.")
         flat |= below
     return flat
-
-
-def _seal(partial: Path, step: int) -> None:
-    """Make every file durable and list it; the list comes last, so that what has one is complete."""
-    files = {}
-    for path in sorted(path for path in partial.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        files[str(path.relative_to(partial))] = {"bytes": path.stat().st_size, "sha256": checksum}
-    fsync_folder(partial / "state")
-    listed = {"step": step, "files": files}
-    write_atomically(partial / _MANIFEST, json.dumps(listed | {"sha256": _digest(json.dumps(listed))}, indent=1))
-
-
-def _damage(path: Path, *, checksums: bool) -> str | None:
-    """Return which file is not what was written, or None."""
-    try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        listed = {"step": manifest["step"], "files": manifest["files"]}
-        if manifest["sha256"] != _digest(json.dumps(listed)):
-            return f"{_MANIFEST} was altered"
-    except (OSError, ValueError, LookupError, TypeError):
-        return f"{_MANIFEST} is missing or unreadable"
-    for name, written in manifest["files"].items():
-        try:
-            with (path / name).open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != written["bytes"]:
-                    return f"{name} has {size} bytes where {written['bytes']} were written"
-                if checksums and hashlib.file_digest(file, "sha256").hexdigest() != written["sha256"]:
-                    return f"{name} was altered (its checksum differs)"
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-    return None
-
-
-def _publish(partial: Path, final: Path) -> None:
-    replaced = final.with_name(f".{final.name}.replaced")
-    if final.exists():  # saved before at this step, or damaged and reached again from an older one
-        final.rename(replaced)
-    partial.rename(final)
-    fsync_folder(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _prune(folder: RunFolder, step: int, keep: int) -> None:
-    """Remove all but the `keep` newest up to `step`; later ones were damaged, and the run went back behind them."""
-    found = sorted(_checkpoints(folder.checkpoints))
-    older = [path for at, path in found if at <= step]
-    for path in older[:-keep] + [path for at, path in found if at > step]:
-        removed = path.with_name(f".{path.name}.removed")
-        path.rename(removed)
-        shutil.rmtree(removed)
-
-
-def _recover(folder: RunFolder) -> None:
-    """Remove what a killed save or removal left; put back a checkpoint that was about to be replaced."""
-    for hidden in folder.checkpoints.glob(".step-*"):
-        final = hidden.with_name(hidden.stem.removeprefix("."))
-        if hidden.suffix == ".replaced" and not final.exists():
-            hidden.rename(final)
-        else:
-            shutil.rmtree(hidden)
-
-
-def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
-    for path in folder.glob("step-*"):
-        if name := _NAME.fullmatch(path.name):
-            yield int(name.group(1)), path
 
 
 def _rng_state() -> dict[str, Any]:
@@ -376,22 +336,18 @@ def _versions() -> dict[str, str]:
 def _notes(facts: Mapping[str, Any], plan: Plan, world: World) -> Iterator[str]:
     if len(facts["rng"]) != world.size:
         yield f"written by {len(facts['rng'])} rank(s), read by {world.size}: random numbers (dropout) begin anew."
-    if facts["plan_sha256"] != _digest(plan.to_toml()):
+    if facts["plan_sha256"] != digest(plan.to_toml()):
         yield "the plan is not the one that wrote the checkpoint, so sums may be taken in another order."
     for name, now in _versions().items():
         if facts["versions"][name] != now:
             yield f"{name} is {now} and was {facts['versions'][name]}, so bits may differ."
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
     if tokenizer is None:
         return None
     if not tokenizer.is_fast:
-        return _digest(json.dumps(tokenizer.get_vocab(), sort_keys=True))
+        return digest(json.dumps(tokenizer.get_vocab(), sort_keys=True))
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
     del rules["padding"], rules["truncation"]  # the last call's, not the tokenizer's
-    return _digest(json.dumps(rules, sort_keys=True))
+    return digest(json.dumps(rules, sort_keys=True))

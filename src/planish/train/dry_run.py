@@ -19,6 +19,7 @@ from planish.models.int8 import loads_on_host, settle
 from planish.models.load import draw_model, load_config
 from planish.runfile import RunFile
 from planish.shapes import spans
+from planish.train.behind import room_for
 from planish.train.collect import Collected
 from planish.train.engine import Engine, build_engine
 from planish.train.evaluate import evaluate
@@ -146,6 +147,7 @@ def dry_run(
             return model
 
         with torch.device(device_type):
+            room = room_for(run.save.host, ledger)  # noqa: F841 - held
             engine = build_engine(
                 load,
                 run.plan,

@@ -135,7 +135,8 @@ def context_that_fits(run: RunFile, prediction: Prediction, budget_bytes: int) -
     """
     if prediction.table is not None:
         shape, master = batch_shape(run), keeps_master(run)
-        return longest_context(prediction.table, shape, run.plan, master=master, budget_bytes=budget_bytes)
+        left_bytes = budget_bytes - (run.save.host or 0)
+        return longest_context(prediction.table, shape, run.plan, master=master, budget_bytes=left_bytes)
     context, peak_bytes = run.data.context, prediction.estimate.peak_bytes
     shorter = max(_STEP_TOKENS, context // 2)
     if shorter >= context:

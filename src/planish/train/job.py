@@ -20,6 +20,7 @@ from planish.peaks.optim.stream_adamw import StreamAdamW
 from planish.runfile import RunFile
 from planish.sections import DataSection
 from planish.shapes import spans
+from planish.train.behind import Behind, open_behind, room_for
 from planish.train.engine import Engine, build_engine
 from planish.train.facts import MeasuredFacts
 from planish.train.optimizer import Optimizer, build_optimizer
@@ -44,6 +45,7 @@ class Job:
         optimizer: Holds its state from the start.
         feed: Endless batches.
         eval_batches: Opens the held-out batches in their fixed order, this rank's.
+        behind: Writes checkpoints while training goes on; None: training waits.
     """
 
     run: RunFile
@@ -52,6 +54,7 @@ class Job:
     optimizer: Optimizer
     feed: BatchSource
     eval_batches: Callable[[], Iterable[Batch]]
+    behind: Behind | None = None
 
     @property
     def traffic(self) -> dict[str, Traffic]:
@@ -128,6 +131,7 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack, world: World = ALONE) 
         model = load_model(run.model, context=context, tokenizer=tokenizer, seed=seed, on_host=on_host)
         return settle(model, run.plan.optim, run_device())
 
+    room = room_for(run.save.host, ledger)
     engine = build_engine(
         load,
         run.plan,
@@ -145,6 +149,7 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack, world: World = ALONE) 
         optimizer=build_optimizer(engine, run, scope),
         feed=feed,
         eval_batches=lambda: held_out_batches(run, tokenizer, world),
+        behind=None if room is None else open_behind(room, scope),
     )
 
 

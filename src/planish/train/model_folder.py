@@ -16,6 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from planish.models.adapter import ADAPTER_WEIGHTS, adapter_of, published_name
 from planish.models.child_files import is_child, save_config
 from planish.peaks.optim.int8_weight import Int8Weight
+from planish.train.behind import Files, at_once
 from planish.train.collect import layer_of
 from planish.train.spread import local, reduced
 from planish.train.tensor_files import in_file_order, write_safetensors
@@ -40,6 +41,7 @@ def write_model(
     *,
     leads: bool = True,
     groups: Groups | None = None,
+    files: Files = at_once,
 ) -> dict[str, str]:
     """Write config, weights and tokenizer; return where each weight is that is stored as it lies in memory.
 
@@ -56,6 +58,7 @@ def write_model(
         tokenizer: Saved beside it.
         leads: This rank writes; the others only bring their shards.
         groups: Of the model's weights, where this rank does not hold all of them.
+        files: Opens the files of weights.
 
     Returns:
         For each weight that was not converted, its name in memory and its name in the files.
@@ -73,12 +76,12 @@ def write_model(
             model.generation_config.save_pretrained(folder)
         if tokenizer is not None:
             _write_tokenizer(folder, tokenizer)
-    return _write(folder, model, groups, leads=leads)
+    return _write(folder, model, groups, files if leads else None)
 
 
 def rehearse_write(model: PreTrainedModel, groups: Groups | None = None) -> None:
     """Make every tensor that `write_model` makes, and write nothing."""
-    _write(Path(), model, groups, leads=False)
+    _write(Path(), model, groups, None)
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -105,24 +108,24 @@ def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if not tensor.numel() or kept[_memory(tensor)] == name}
 
 
-def _write(folder: Path, model: PreTrainedModel, groups: Groups | None, *, leads: bool) -> dict[str, str]:
+def _write(folder: Path, model: PreTrainedModel, groups: Groups | None, files: Files | None) -> dict[str, str]:
     if adapter_of(model) is not None:
-        return _write_adapter(folder, [weights_of(model)] if groups is None else groups, leads=leads)
-    return _write_weights(folder, model, weight_groups(model) if groups is None else groups, leads=leads)
+        return _write_adapter(folder, [weights_of(model)] if groups is None else groups, files)
+    return _write_weights(folder, model, weight_groups(model) if groups is None else groups, files)
 
 
-def _write_adapter(folder: Path, groups: Groups, *, leads: bool) -> dict[str, str]:
+def _write_adapter(folder: Path, groups: Groups, files: Files | None) -> dict[str, str]:
     weights = {name: tensor for group in groups for name, tensor in group.items()}
     stored = {name: published_name(name) for name in weights}
     saved = {stored[name]: tensor for name, tensor in weights.items()}
-    _write_file(folder / ADAPTER_WEIGHTS, saved, leads=leads)
+    _write_file(folder / ADAPTER_WEIGHTS, saved, files)
     return stored
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor], *, leads: bool) -> None:
-    """Write `tensors` where this rank leads; elsewhere bring their shards, in the same order."""
-    if leads:
-        write_safetensors(path, tensors, {"format": "pt"})
+def _write_file(path: Path, tensors: Mapping[str, Tensor], files: Files | None) -> None:
+    """Write `tensors` where this rank has files; elsewhere bring their shards, in the same order."""
+    if files is not None:
+        write_safetensors(path, tensors, {"format": "pt"}, files=files)
         return
     for name in in_file_order(tensors):
         reduced(tensors[name])
@@ -166,7 +169,7 @@ def published(model: PreTrainedModel, group: Mapping[str, Tensor]) -> dict[str, 
     return revert_weight_conversion(model, wide)
 
 
-def _write_weights(folder: Path, model: PreTrainedModel, groups: Groups, *, leads: bool) -> dict[str, str]:
+def _write_weights(folder: Path, model: PreTrainedModel, groups: Groups, files: Files | None) -> dict[str, str]:
     total_bytes = 0
     stored: dict[str, str] = {}
     weight_map: dict[str, str] = {}
@@ -174,10 +177,10 @@ def _write_weights(folder: Path, model: PreTrainedModel, groups: Groups, *, lead
         several = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
         path = folder / f"model{several}.safetensors"
         total_bytes += sum(each.nbytes for each in group.values())
-        memory_of, names = _write_group(path, model, group, whole=len(groups) > 1, leads=leads)
+        memory_of, names = _write_group(path, model, group, files, whole=len(groups) > 1)
         weight_map |= dict.fromkeys(memory_of.values(), path.name)
         stored |= {name: memory_of[memory] for name, memory in names.items() if memory in memory_of}
-    if leads and len(groups) > 1:
+    if files is not None and len(groups) > 1:
         index = {
             "metadata": {"total_size": total_bytes},
             "weight_map": weight_map,
@@ -190,7 +193,7 @@ _Memory = tuple[Any, ...]
 
 
 def _write_group(
-    path: Path, model: PreTrainedModel, group: Mapping[str, Tensor], *, whole: bool, leads: bool
+    path: Path, model: PreTrainedModel, group: Mapping[str, Tensor], files: Files | None, *, whole: bool
 ) -> tuple[dict[_Memory, str], dict[str, _Memory]]:
     """Write `group` in its published form; return what name lies where, saved and in memory. No tensor outlives this.
 
@@ -198,13 +201,13 @@ def _write_group(
         path: The file.
         model: Knows the published form.
         group: Weights by name.
+        files: Opens what is written; None: only bring shards.
         whole: Bring the shards of the whole group together first, since some are converted.
-        leads: Write.
     """
     if whole:
         group = {name: reduced(tensor) for name, tensor in group.items()}
     saved = published(model, group)
-    _write_file(path, saved, leads=leads)
+    _write_file(path, saved, files)
     memory_of = {_memory(tensor): name for name, tensor in saved.items()}
     return memory_of, {name: _memory(tensor) for name, tensor in group.items()}
 

@@ -33,6 +33,7 @@ _INERT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformer
 # Phases of the passes of a pipeline, and the room that a schedule made anew may need in them.
 _PIPELINED = ("forward", "head", "backward")
 _SPARE = Holder("spare", "another schedule")
+_ROOM = Holder("staging", "checkpoint")
 
 
 class NotPredictable(UsageError):
@@ -79,7 +80,8 @@ def predict(run: RunFile, say: Say) -> Prediction:
 
 def price(run: RunFile, table: LayerTable) -> Estimate:
     """Return the estimate of `run` with its model's table."""
-    return estimate(table, batch_shape(run), run.plan, master=keeps_master(run))
+    found = estimate(table, batch_shape(run), run.plan, master=keeps_master(run))
+    return found if run.save.host is None else found.beside(_ROOM, run.save.host)
 
 
 def batch_shape(run: RunFile) -> BatchShape:

@@ -9,11 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
-
 from planish.comm.world import ALONE, World
 from planish.data.cursor import FeedPosition
-from planish.errors import BudgetExceeded, NotFinite, PlanishError, UsageError
+from planish.errors import BudgetExceeded, Interrupted, NotFinite, PlanishError, UsageError
 from planish.memory.book import Phase
 from planish.memory.budget import counted, exceeding
 from planish.memory.far import Traffic
@@ -35,8 +33,8 @@ from planish.train.fit import Verdict, check_fit, to_tree
 from planish.train.job import Job, build
 from planish.train.loop import Hooks, StepReport, train
 from planish.train.run_folder import JsonLines, RunFolder, write_atomically
+from planish.train.saver import Saver, optimizer_tensors
 from planish.train.stop import StopSignal
-from planish.train.tensor_files import FarTensor
 from planish.train.timelines import write_timelines
 
 
@@ -119,6 +117,7 @@ def run_training(
         records.memory_line(first_step - 1)
         with records.last_words():
             train(job, first_step=first_step, hooks=records.hooks(stop))
+            records.finish()
 
 
 def _prepare(folder: RunFolder, view: View, ledger: Ledger, make: Callable[[], Job]) -> tuple[Job, int]:
@@ -139,8 +138,9 @@ class _Records:
     """
 
     def __init__(self, folder: RunFolder, job: Job, view: View, meter: ProcessMeter, *, saved_step: int) -> None:
-        self._done_step, self._saved_step, self._position = saved_step, saved_step, job.feed.position
+        self._done_step, self._position = saved_step, job.feed.position
         self._folder, self._job, self._view, self._meter = folder, job, view, meter
+        self._saver = Saver(folder, job.engine.world, job.behind, saved_step=saved_step, note=view.note)
         self._world = job.engine.world
         nowhere = Path(os.devnull)
         self._metrics = JsonLines(folder.metrics if folder.leads else nowhere)
@@ -182,6 +182,9 @@ class _Records:
             raise BudgetExceeded(said, over_bytes=error.over_bytes) from None
         except NotFinite as error:
             raise NotFinite(f"{error} {self._kept()}") from None
+        except Interrupted:
+            self.finish()
+            raise
         except UsageError as error:  # from data or its evaluation: the weights are those after the last step
             self._save_done()
             raise UsageError(f"{error} {self._kept()}") from error
@@ -224,13 +227,20 @@ class _Records:
             raise
 
     def _save_done(self) -> None:
-        if self._done_step > self._saved_step and self._world.size == 1:  # ranks may have ended apart
+        if self._done_step > self._saver.saved_step and self._world.size == 1:  # ranks may have ended apart
             self.save(self._done_step)
+            self.finish()
 
     def _kept(self) -> str:
-        if not self._saved_step:
+        if self._world.size == 1:  # ranks may have ended apart
+            self.finish()
+        if not self._saver.saved_step:
             return "No step had been saved."
-        return f"Step {self._saved_step} is saved in {self._folder.path}."
+        return f"Step {self._saver.saved_step} is saved in {self._folder.path}."
+
+    def finish(self) -> None:
+        """Wait for a checkpoint that is being written."""
+        self._saver.finish()
 
     def _draw(self) -> None:
         """Draw the run as `planish report` would; without a report it is still a run."""
@@ -241,6 +251,7 @@ class _Records:
 
     def step(self, report: StepReport) -> None:
         """Write and show one optimizer step."""
+        self._saver.look()
         self._done_step, self._position = report.step, self._job.feed.position
         reading = self._meter.read()
         on_device = reading.device_peak_bytes
@@ -305,22 +316,10 @@ class _Records:
 
     def save(self, step: int) -> None:
         """Write a checkpoint."""
-        job = self._job
-        refuse_non_finite_weights(job.engine, step)
-        with self._recorded(step), job.engine.ledger.phase("save"):
-            path = checkpoint.save(
-                self._folder,
-                step=step,
-                model=job.engine.anatomy.model,
-                tokenizer=job.tokenizer,
-                tensors=optimizer_tensors(job),
-                progress={"feed": self._position.to_dict()},
-                plan=job.run.plan,
-                keep=job.run.save.keep,
-                world=self._world,
-            )
-        self._saved_step = step
-        self._view.note(f"saved {path}")
+        engine = self._job.engine
+        refuse_non_finite_weights(engine, step)
+        with self._recorded(step), engine.ledger.phase("save"):
+            self._saver.save(self._job, step, {"feed": self._position.to_dict()})
 
     def memory_line(self, step: int | None = None) -> None:
         """Write what the bytes were since the last line; owners and timeline only of peaks larger than all before."""
@@ -342,17 +341,6 @@ class _Records:
         self._job.engine.ledger.start_step(step)
         yield
         self.memory_line()
-
-
-def optimizer_tensors(job: Job) -> dict[str, dict[str, dict[str, Tensor | FarTensor]]]:
-    """Return the optimizer's state by parameter name, wherever it lies; of what ranks share, as their shards."""
-    named = job.engine.anatomy.model.named_parameters()
-    state = {name: dict(job.optimizer.state[each]) for name, each in named if each in job.optimizer.state}
-    staged = job.engine.staged
-    if staged is not None:
-        for name, tensors in state.items():
-            tensors.update({key: staged.sharded(name, each) for key, each in tensors.items()})
-    return {"optimizer": state}
 
 
 def _resume(job: Job, folder: RunFolder, view: View) -> int:

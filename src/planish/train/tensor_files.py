@@ -1,14 +1,13 @@
 """Named tensors in safetensors files, through torch.distributed.checkpoint: one tensor at a time, nothing pickled."""
 
 import json
-import os
 import struct
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from planish.train.behind import Files, Sink, at_once
 from planish.train.spread import local, reduced
 
 _DTYPES = {
@@ -75,8 +75,9 @@ def write_safetensors(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
     far: Mapping[str, FarTensor] = MappingProxyType({}),
+    files: Files = at_once,
 ) -> None:
-    """Write `tensors` into one safetensors file that is durable when this returns; those of `far` are stand-ins.
+    """Write `tensors` into one safetensors file, durable as `files` says; those of `far` are stand-ins.
 
     Memory: one tensor, and only where it has to be copied (it lies on a device, is not contiguous, or is sharded:
         then the other ranks bring their shards in the same order).
@@ -93,15 +94,13 @@ def write_safetensors(
         header[name] = {"dtype": _DTYPES[tensors[name].dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with files(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in names:
             _write(file, far[name].pieces() if name in far else [reduced(tensors[name].detach())])
-        file.flush()
-        os.fsync(file.fileno())
 
 
-def _write(file: IO[bytes], pieces: Iterable[Tensor]) -> None:
+def _write(file: Sink, pieces: Iterable[Tensor]) -> None:
     for piece in pieces:
         file.write(piece.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
@@ -111,7 +110,7 @@ def in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
     return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
 
 
-def save_tensors(folder: Path, tensors: Mapping[str, Tensor | FarTensor]) -> None:
+def save_tensors(folder: Path, tensors: Mapping[str, Tensor | FarTensor], files: Files = at_once) -> None:
     """Write `tensors` into `folder`, each rank its own shards.
 
     Memory: one tensor, where it has to be copied; none of those that come in pieces.
@@ -120,7 +119,7 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor | FarTensor]) -> Non
         OSError: The disk refuses.
     """
     with _plain_errors():
-        dcp.save(_stand_ins(tensors), storage_writer=_Writer(folder, _far(tensors)))
+        dcp.save(_stand_ins(tensors), storage_writer=_Writer(folder, _far(tensors), files))
 
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor | FarTensor], *, alone: bool = False) -> None:
@@ -160,16 +159,16 @@ def difference(tensors: Mapping[str, Tensor | FarTensor], saved: Mapping[str, Te
 class _Writer(HuggingFaceStorageWriter):
     """Writes a rank's shards as one safetensors file; torch's own holds that file twice in memory."""
 
-    def __init__(self, folder: Path, far: Mapping[str, FarTensor]) -> None:
+    def __init__(self, folder: Path, far: Mapping[str, FarTensor], files: Files) -> None:
         super().__init__(str(folder), save_distributed=True)
-        self._far = far
+        self._far, self._files = far, files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         tensors = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         offsets = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in plan.items}
         path = Path(self.path) / f"shard-{plan.storage_data['shard_index']:05d}.safetensors"
         metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
-        write_safetensors(path, tensors, metadata, self._far)
+        write_safetensors(path, tensors, metadata, self._far, self._files)
         return _done([WriteResult(item.index, tensors[item.index.fqn].nbytes, None) for item in plan.items])
 
 
