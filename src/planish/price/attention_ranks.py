@@ -128,7 +128,7 @@ def _by_heads(attention: AttentionShape, batch: BatchShape, itemsize: int, num_r
 
 
 def _by_spans(attention: AttentionShape, batch: BatchShape, itemsize: int, num_ranks: int) -> AttentionBytes:
-    """Replay `ExchangedAttention`."""
+    """Replay attention by an `ExchangeKernel`."""
     own = spans(batch.context, num_ranks)[-1]
     call = Call(attention=attention, rows=batch.rows, context=own.stop - own.start, itemsize=itemsize)
     row = {"rows": 1, "width": batch.context, "num_ranks": num_ranks, "window": attention.window}  # all are alike

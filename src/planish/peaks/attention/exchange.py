@@ -13,17 +13,14 @@ computed. In backward the gradients of these keys go back the same way.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from planish.comm.ring import Circle, wait
-from planish.memory import recall
 from planish.peaks.attention.flash import FlashKernel
-from planish.peaks.attention.kernel import Kernel, fold_sinks, sink_gradient, token_parts
+from planish.peaks.attention.kernel import Kernel, token_parts
 from planish.peaks.attention.tiled import TiledKernel
 from planish.price.sights import Sight
 
@@ -31,8 +28,14 @@ Seen = dict[tuple[int, int], list[Sight]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What one call does.
+class ExchangeKernel:
+    """The products of this rank's queries with its own keys and with those that come.
+
+    Memory:        forward, in room of fixed size: the largest span's keys and values three times; the output in
+                   float32. Backward: five times, and the gradients in float32.
+    Communication: forward: each rank's keys and values to every later rank that sees them; backward: the same, and
+                   their gradients back.
+    Exactness:     equal to dense attention up to the order of summation.
 
     Attributes:
         circle: The ranks, in the order of their spans.
@@ -51,6 +54,22 @@ class Plan:
     window: int | None
     softcap: float | None
     scale: float
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output `[B, own tokens, H, dv]` and its lse; all ranks call it together."""
+        out, lse = self.own.forward(query, key, value)
+        out = out.to(lse.dtype)
+        _add_far(self, query, key, value, out, lse)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of query, key and value; all ranks call it together."""
+        sums = tuple(each.to(lse.dtype) for each in self.own.backward(grad, query, key, value, out, lse))
+        _add_far_gradients(self, grad, (query, key, value, out, lse), sums)
+        grad_query, grad_key, grad_value = sums
+        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
     @property
     def steps(self) -> list[int]:
@@ -73,49 +92,7 @@ class Plan:
         return TiledKernel(softcap=self.softcap, **options)
 
 
-class ExchangedAttention(torch.autograd.Function):
-    """Attention of this rank's queries over its own keys and those that come, with one sink logit a head if given.
-
-    Memory:        keeps query, key, value, the output and its lse. Forward, in room of fixed size: the largest span's
-                   keys and values three times; the output in float32. Backward: five times, and the gradients in
-                   float32.
-    Communication: forward: each rank's keys and values to every later rank that sees them; backward: the same, and
-                   their gradients back.
-    Exactness:     equal to dense attention up to the order of summation.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        """Return the output `[B, own tokens, H, dv]` and keep it with its lse."""
-        layer = recall.current()
-        kept = None if layer is None else layer.again()
-        with torch.autocast(query.device.type, enabled=False):
-            out, lse = _forward(plan, query, key, value, sinks) if kept is None else kept
-        if layer is not None and kept is None:
-            layer.keep(out, lse)
-        ctx.plan = plan
-        ctx.save_for_backward(query, key, value, sinks, out, lse)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of query, key, value and sinks."""
-        query, key, value, sinks, out, lse = ctx.saved_tensors
-        with torch.autocast(query.device.type, enabled=False):
-            grad_sinks = None if sinks is None else sink_gradient(grad, out, lse, sinks)
-            return None, *_backward(ctx.plan, grad, query, key, value, out, lse), grad_sinks
-
-
-def _forward(plan: Plan, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    out, lse = plan.own.forward(query, key, value)
-    out = out.to(lse.dtype)
-    _add_far(plan, query, key, value, out, lse)
-    lse = lse if sinks is None else fold_sinks(out, lse, sinks)
-    return out.to(query.dtype), lse
-
-
-def _add_far(plan: Plan, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> None:
+def _add_far(plan: ExchangeKernel, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> None:
     """Let `out` and `lse` count the keys of other ranks too."""
     for step, arrived in _arrivals(plan, key, value):
         for sight, far_key, far_value in _unpacked(plan.from_earlier(step), arrived, key, value):
@@ -135,19 +112,7 @@ def _merge(out: Tensor, lse: Tensor, far_out: Tensor, far_lse: Tensor) -> None:
     lse.copy_(total)
 
 
-def _backward(
-    plan: Plan, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_query, grad_key, grad_value = (
-        each.to(lse.dtype) for each in plan.own.backward(grad, query, key, value, out, lse)
-    )
-    _add_far_gradients(plan, grad, (query, key, value, out, lse), (grad_query, grad_key, grad_value))
-    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
-
-
-def _add_far_gradients(
-    plan: Plan, grad: Tensor, saved: tuple[Tensor, ...], sums: tuple[Tensor, Tensor, Tensor]
-) -> None:
+def _add_far_gradients(plan: ExchangeKernel, grad: Tensor, saved: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:
     """Add to `sums` what other ranks' keys give this rank's queries, and what its keys are given by others."""
     (query, key, value, out, lse), (grad_query, grad_key, grad_value) = saved, sums
     home = _Home(plan, key, value)
@@ -175,7 +140,7 @@ class _Home:
         leaving: Room for the gradients that this rank makes at a step, packed as what has come.
     """
 
-    def __init__(self, plan: Plan, key: Tensor, value: Tensor) -> None:
+    def __init__(self, plan: ExchangeKernel, key: Tensor, value: Tensor) -> None:
         self._plan, self._key, self._value = plan, key, value
         self.leaving, self._landing = _room(plan, key, value), _room(plan, key, value)
         self._coming: tuple[list[Sight], list[dist.Work]] | None = None
@@ -205,7 +170,7 @@ class _Home:
         self._coming = None
 
 
-def _arrivals(plan: Plan, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _arrivals(plan: ExchangeKernel, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield each step with what the rank so many spans earlier has sent; the next one's travels meanwhile."""
     leaving, rank = _room(plan, key, value), plan.circle.rank
     slots = (_room(plan, key, value), _room(plan, key, value))
@@ -236,7 +201,7 @@ def _begin(circle: Circle, leaving: Tensor, to: tuple[int, int], into: Tensor, o
     return circle.begin_swap(into[: sum(received)], leaving[: sum(sent)], received, sent)
 
 
-def _room(plan: Plan, key: Tensor, value: Tensor) -> Tensor:
+def _room(plan: ExchangeKernel, key: Tensor, value: Tensor) -> Tensor:
     """Return room for the keys and values of the largest span, whatever is seen of it."""
     return key.new_empty(plan.most_keys * key.shape[1] * (key.shape[-1] + value.shape[-1]))
 

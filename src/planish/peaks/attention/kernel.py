@@ -20,7 +20,10 @@ class Kernel(Protocol):
     """The products of attention, forward and backward, with documents, window and scale inside."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output and each query's lse in at least float32, both contiguous."""
+        """Return the output and each query's lse in at least float32, both contiguous.
+
+        The output may be as wide as the lse; it is rounded to the queries' dtype once sinks are in it.
+        """
         ...
 
     def backward(
@@ -69,7 +72,8 @@ class Attention(torch.autograd.Function):
 def _compute(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     with torch.autocast(query.device.type, enabled=False):
         out, lse = kernel.forward(query, key, value)
-        return out, lse if sinks is None else fold_sinks(out, lse, sinks)
+        lse = lse if sinks is None else fold_sinks(out, lse, sinks)
+        return out.to(query.dtype), lse
 
 
 def fold_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from planish.comm.ring import Circle
 from planish.peaks.attention.choose import check_operands, choose_kernel
 from planish.peaks.attention.documents import Shape, document_bounds
-from planish.peaks.attention.exchange import ExchangedAttention, Plan
+from planish.peaks.attention.exchange import ExchangeKernel
 from planish.peaks.attention.heads import ToHeads, ToTokens, head_ranges
 from planish.peaks.attention.kernel import Attention
 from planish.price.sights import own_bounds, sights
@@ -36,7 +36,7 @@ def sequence_attention(  # noqa: PLR0913 (keyword-only options)
     Every rank of `circle` calls it with the same settings; rank r holds `shapes.spans(S, ranks)[r]` of each row.
 
     Memory:        by heads: the three tensors, their output and lse as if all tokens were here and H / ranks heads;
-                   while they are exchanged, a copy of one. By spans: see `ExchangedAttention`. Never S x S.
+                   while they are exchanged, a copy of one. By spans: see `ExchangeKernel`. Never S x S.
     Communication: by heads: query, key, value and output once in each pass. By spans: keys and values to each rank
                    that sees them, their gradients back.
     Exactness:     equal to dense attention with the full mask up to the order of summation.
@@ -70,14 +70,14 @@ def sequence_attention(  # noqa: PLR0913 (keyword-only options)
         own = spans(width, circle.size)[circle.rank]
         options = {"window": window, "softcap": softcap, "scale": scale}
         held = own_bounds(bounds, rows=rows, width=width, own=own)
-        plan = Plan(
+        exchange = ExchangeKernel(
             circle=circle,
             own=choose_kernel(query, key, value, bounds=held, **options),
             seen=sights(bounds, rows=rows, width=width, num_ranks=circle.size, window=window),
             most_keys=rows * -(-width // circle.size),
             **options,
         )
-        return ExchangedAttention.apply(plan, query, key, value, sinks)
+        return Attention.apply(exchange, query, key, value, sinks)
     heads, kv_heads = dealt
     query, key, value = ToHeads.apply(circle, width, (heads, kv_heads, kv_heads), query, key, value)
     kernel = choose_kernel(query, key, value, bounds=bounds, window=window, softcap=softcap, scale=scale)
