@@ -91,8 +91,11 @@ def test_a_schedule_edited_into_a_deadlock_is_refused_with_the_steps_and_the_ran
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--mesh.pp", "31"], "`layers` (30) must be at least the number of stages (31); try 30 stages."),
-        (["--mesh.pp", "16", "--plan.pipeline.method", "v-half"], "the number of stages (32); try 30 stages."),
+        (["--mesh.pp", "31"], "`mesh.pp` (31) takes 31 layers, 1 a rank by 1f1b, and the model has 30; set"),
+        (
+            ["--mesh.pp", "16", "--plan.pipeline.method", "v-half"],
+            "32 layers, 2 a rank by v-half, and the model has 30; set `mesh.pp` to 15 or less.",
+        ),
         (["--train.global_tokens", "32768"], "must be a multiple of `data.context` x `train.grad_accum`"),
         (["--mesh.pp", "0"], "`mesh.pp` must be a positive whole number"),
         (["--mesh.pq", "2"], "unknown key `mesh.pq`"),

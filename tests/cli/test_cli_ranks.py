@@ -65,7 +65,9 @@ def test_every_rank_takes_the_schedule_that_was_chosen(torchrun, words, tmp_path
 
     def choose(run, _):
         run = dataclasses.replace(run, plan=dataclasses.replace(run.plan, pipeline=Pipeline(method="v-half")))
-        return Turns(run=run, prediction=Prediction(estimate=small, table=None), reasons=("because it fits",))
+        return Turns(
+            run=run, prediction=Prediction(estimate=small, table=None, plan=run.plan), reasons=("because it fits",)
+        )
 
     monkeypatch.setattr(fit, "take_turns", choose)
     ended = torchrun(*words("train", "--mesh.pp", 2, "--memory", "300MiB"), ranks=2)
@@ -77,7 +79,7 @@ def test_every_rank_takes_the_schedule_that_was_chosen(torchrun, words, tmp_path
     [(code, out, _)] = torchrun("plan", "--pipeline", tmp_path / "run", ranks=1)
     assert (code, out.splitlines()[0]) == (
         0,
-        "v-half, head vocab-2: 2 ranks, 4 layers, 1 microbatches; times in seconds",
+        "v-half, head vocab-2: 2 ranks, 4 layers, 1 microbatch; times in seconds",
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from planish.comm.world import ALONE
+from planish.methods import Pipeline
 from planish.sections import MeshSection
 from train.rank_steps import next_losses, train_and_save, train_in_float64
 
@@ -88,12 +89,16 @@ SAVED = [
 
 
 @pytest.mark.parametrize(("family", "dtype", "meshes"), SAVED)
-def test_a_checkpoint_goes_on_over_any_ranks(run_of, ranks, text_file, family, dtype, meshes):
+def test_a_checkpoint_goes_on_over_any_ranks_and_with_another_schedule(run_of, ranks, text_file, family, dtype, meshes):
     settings = [("model.dtype", dtype), ("data.eval", [str(text_file)]), ("data.eval_tokens", 16 * 7)]
     settings += [("train.grad_accum", 3), ("plan.dispatch", "pipelined")]
     first = run_of(family, meshes[0], *settings, **LAYERS)
     later = [dataclasses.replace(first, mesh=MeshSection(**mesh)) for mesh in (*meshes[1:], {"dp": 1})]
     later = [dataclasses.replace(run, train=dataclasses.replace(run.train, steps=5)) for run in later]
+    if meshes[2] == {"pp": 2}:
+        later[1] = dataclasses.replace(
+            later[1], plan=dataclasses.replace(first.plan, pipeline=Pipeline(method="v-half"))
+        )
     ranks(lambda world: train_and_save(first, world), **meshes[0])
     folder = first.save.dir / "checkpoints" / "step-00000003"
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from planish.methods import Pipeline
+from planish.methods import Pipeline, Plan
 from planish.pipeline.observed import times_of
 from planish.pipeline.workload import Workload
 from planish.plan.estimate import Estimate, PhasePrice
@@ -17,7 +17,7 @@ MIB = 2**20
 
 def held(nbytes):
     price = PhasePrice(peak_bytes=nbytes, categories={}, owners=(), where="")
-    return Prediction(estimate=Estimate(phases={"backward": price}), table=None)
+    return Prediction(estimate=Estimate(phases={"backward": price}), table=None, plan=Plan())
 
 
 def prices(usual, half):

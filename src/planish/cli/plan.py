@@ -203,7 +203,7 @@ def _answer(options: Options, settings: list[tuple[str, Any]], say: Say) -> Answ
     if run.mesh.pp > 1:  # each price of another plan would take a dry run of every rank
         turns = take_turns(run, lambda each: predict(each, say))
         found, notes = turns.prediction, (*notes, *turns.reasons)
-        proof = found.estimate if options.prove else None
+        proof = by_dry_run(turns.run) if options.prove else None
         return Answer(run=turns.run, prediction=found, plain=None, choice=None, longest=None, proof=proof, notes=notes)
     prediction = adapted(run, predict(run, say), say)
     run = replace(run, plan=prediction.plan)

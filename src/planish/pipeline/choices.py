@@ -2,6 +2,7 @@
 
 from typing import assert_never
 
+from planish.errors import UsageError
 from planish.methods import Pipeline
 from planish.pipeline.actions import Head
 from planish.pipeline.costs import Costs
@@ -10,6 +11,22 @@ from planish.pipeline.interleaved import interleaved
 from planish.pipeline.one_f_one_b import one_f_one_b
 from planish.pipeline.schedule import Schedule
 from planish.pipeline.v_blocks import v_half, v_min
+
+
+def check_layers(pipeline: Pipeline, *, num_ranks: int, num_layers: int) -> None:
+    """Refuse a model of fewer layers than a pipeline has stages.
+
+    Raises:
+        UsageError: How many ranks would do.
+    """
+    each = pipeline.stages_per_rank
+    if num_layers < num_ranks * each:
+        most = num_layers // each
+        set_to = f"set `mesh.pp` to {most} or less" if most > 1 else "leave `mesh.pp` out"
+        raise UsageError(
+            f"`mesh.pp` ({num_ranks}) takes {num_ranks * each} layers, {each} a rank by {pipeline.method}, and the "
+            f"model has {num_layers}; {set_to}."
+        )
 
 
 def generate(pipeline: Pipeline, *, num_ranks: int, num_microbatches: int, costs: Costs) -> Schedule:

@@ -6,7 +6,7 @@ from typing import Any
 
 from planish.methods import Pipeline
 from planish.pipeline.actions import Head
-from planish.pipeline.choices import generate
+from planish.pipeline.choices import check_layers, generate
 from planish.pipeline.draw import to_text
 from planish.pipeline.memory import Footprint, in_flight, peak_bytes
 from planish.pipeline.schedule import Schedule
@@ -58,6 +58,7 @@ def outcome(pipeline: Pipeline, workload: Workload, num_ranks: int) -> Outcome:
     Raises:
         UsageError: Fewer layers than stages, or a schedule that refuses its microbatches.
     """
+    check_layers(pipeline, num_ranks=num_ranks, num_layers=workload.layers)
     head = Head(pipeline.place)
     layers = workload.spread(num_ranks * pipeline.stages_per_rank, head)
     costs = workload.costs(layers, head, num_ranks)
@@ -102,7 +103,7 @@ def outline(chosen: Outcome, others: Sequence[Outcome], workload: Workload, *, w
     schedule, makespan = chosen.schedule, chosen.timeline.makespan
     lines = [
         f"{schedule.name}, head {schedule.head}: {schedule.num_ranks} ranks, {workload.layers} layers, "
-        f"{workload.microbatches} microbatches; times in {workload.unit}",
+        f"{workload.microbatches} microbatch{'es' * (workload.microbatches > 1)}; times in {workload.unit}",
         "",
         "rank  layers  in flight  activations alive   busy",
     ]

@@ -14,6 +14,7 @@ _HEADER = re.compile(
     r"(?P<name>\S+) head=(?P<head>\S+) microbatches=(?P<microbatches>\d+) backward=(?P<backward>whole|split) "
     r"stages=(?P<stages>\d+(?:,\d+)*)"
 )
+_ONLY_BACKWARD = frozenset({Kind.B, Kind.I, Kind.W, Kind.T, Kind.C2, Kind.CIB, Kind.IB, Kind.SEND_B, Kind.RECV_B})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,3 +221,9 @@ def _needs_of_backward(schedule: Schedule, stage: int, kind: Kind, i: int) -> tu
     if schedule.stage_ranks[stage + 1] == rank:
         return (Action(stage + 1, kind, i),)
     return (Action(stage, Kind.RECV_B, i),)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """Return the forward half of `schedule`, which runs to its end as the whole does: nothing of it needs the rest."""
+    kept = (tuple(each for each in rank if each.kind not in _ONLY_BACKWARD) for rank in schedule.ranks)
+    return replace(schedule, ranks=tuple(kept))

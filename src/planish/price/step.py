@@ -1,6 +1,6 @@
 """A training step as a walk through its moments: what is alive at each and who holds it, for any batch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -107,6 +107,35 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
     yield walk.moment("save", None, "writing weights", {Holder("staging", "converted weights"): table.save_bytes})
     read = state.resume_bytes(tensors, master=master)
     yield walk.moment("resume", None, "reading tensors", {Holder("staging", "checkpoint"): read})
+
+
+def stretch(
+    table: LayerTable, batch: BatchShape, plan: Plan, legs: Iterable[tuple[Part | None, int | None, Leg]], live: Sizes
+) -> tuple[Moment, Sizes]:
+    """Return the worst moment of some legs in a row, and what is alive after them.
+
+    Args:
+        table: As for `moments`.
+        batch: The step's input.
+        plan: Names the methods; boundaries stay on the device.
+        legs: Part (None in an evaluation), layer's number and leg, in order; none of them is followed by the head.
+        live: What is alive before them, beside what they do not touch.
+    """
+    walk = _Walk(
+        table=table,
+        batch=batch,
+        head=HeadBytes(forward=0, kept=0, backward=0, evaluation=0),
+        depth=_Depth.of(plan.boundary, table, batch),
+        dispatch=plan.dispatch,
+        activation=plan.activation,
+        checkpointed=not isinstance(plan.boundary, Plain),
+        boundary=_boundary(table),
+        times=(),
+        sized={},
+        live=Alive.of(live),
+    )
+    found = [moment for part, layer, leg in legs for moment in walk._leg(leg, layer, part)]
+    return max(found, key=lambda each: each.total_bytes), walk.live.sizes
 
 
 def _dealing(table: LayerTable, base: Sizes) -> Moment:

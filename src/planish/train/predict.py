@@ -20,6 +20,7 @@ from planish.price.table import Holder, LayerTable
 from planish.runfile import RunFile
 from planish.sections import MeshSection, ModelSection
 from planish.shapes import BatchShape
+from planish.train.stage_price import estimate_stages, experts_per_token, has_price, is_even, of_ranks
 
 if TYPE_CHECKING:
     from planish.memory.report import PhasePeak
@@ -74,6 +75,9 @@ def predict(run: RunFile, say: Say) -> Prediction:
     if table is not None:
         return Prediction(estimate=price(run, table), table=table, plan=run.plan)
     if run.mesh.pp > 1:
+        staged = _by_stages(run, say)
+        if staged is not None:
+            return staged
         say(f"running a step of each of {run.mesh.pp} ranks of a pipeline on tensors without data ...")
     return Prediction(estimate=by_dry_run(run), table=None, plan=run.plan)
 
@@ -189,6 +193,25 @@ def max_positions(section: ModelSection) -> int | None:
     return None if tree is None else read_config(tree).max_positions
 
 
+def _by_stages(run: RunFile, say: Say) -> Prediction | None:
+    """Return what the ranks of a pipeline will hold by the table of their model; None where there is no price."""
+    tree = config_tree(run.model)
+    if run.mesh.size > run.mesh.pp or run.model.moe is not None or not has_price(run.plan, tree, run.model.dtype):
+        return None
+    table = table_of(replace(run, mesh=MeshSection(), plan=replace(run.plan, pipeline=None)), say)
+    if table is None or not is_even(table):
+        return None
+    found = estimate_stages(
+        table,
+        batch_shape(run),
+        run.plan,
+        num_ranks=run.mesh.pp,
+        top_k=experts_per_token(tree),
+        master=keeps_master(run),
+    )
+    return Prediction(estimate=found, table=table, plan=run.plan)
+
+
 def by_dry_run(run: RunFile) -> Estimate:
     """Return each phase's peak over dry runs: whole rows, and rows cut into documents so as to hold most.
 
@@ -209,13 +232,7 @@ def by_dry_run(run: RunFile) -> Estimate:
             ranks[seat] = {phase: max(found[phase], whole[phase], key=_by_peak) for phase in found}
     if run.mesh.pp == 1:
         return Estimate(phases=ranks[0])
-    phases = {}
-    for phase in most:
-        each_rank = ((rank, each[phase]) for rank, each in zip(firsts, ranks, strict=True))
-        rank, price = max(each_rank, key=lambda each: _by_peak(each[1]))
-        phases[phase] = replace(price, where=f"{price.where} on rank {rank}")
-    peaks = tuple(max(price.peak_bytes for price in each.values()) for each in ranks)
-    return Estimate(phases=phases, ranks=peaks)
+    return of_ranks(dict(zip(firsts, ranks, strict=True)))
 
 
 def _by_peak(price: PhasePrice) -> int:

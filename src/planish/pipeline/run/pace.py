@@ -3,7 +3,7 @@
 from planish.errors import UsageError
 from planish.methods import Pipeline
 from planish.pipeline.actions import STAGE_PASSES, Head, Kind
-from planish.pipeline.choices import generate
+from planish.pipeline.choices import check_layers, generate
 from planish.pipeline.costs import Costs
 from planish.pipeline.memory import Footprint, holds_no_more
 from planish.pipeline.observed import Pass, medians
@@ -38,6 +38,7 @@ class Pace:
                 f'a pipeline that runs shares its head: `plan.pipeline.head` must be "vocab-1" or "vocab-2", got '
                 f'"{head}"; leave it out{"" if pipeline.head else ", and choose another `plan.pipeline.method`"}.'
             )
+        check_layers(pipeline, num_ranks=num_ranks, num_layers=work.layers)
         self._pipeline, self._num_ranks, self.work = pipeline, num_ranks, work
         self.layers = work.spread(num_ranks * pipeline.stages_per_rank, head)
         self.costs = work.costs(self.layers, head, num_ranks)

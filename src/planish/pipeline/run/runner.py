@@ -7,7 +7,7 @@ nothing is divided here, so that several steps add up.
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,10 +24,8 @@ from planish.pipeline.run.embedding import SharedEmbedding
 from planish.pipeline.run.flow import Flow, Microbatch, StageForward
 from planish.pipeline.run.head import SharedHead
 from planish.pipeline.run.stages import EmbeddingStage, HeadStage, LayersStage
-from planish.pipeline.schedule import Schedule
+from planish.pipeline.schedule import Schedule, forward_only
 from planish.pipeline.validate import validate
-
-_ONLY_BACKWARD = frozenset({Kind.B, Kind.I, Kind.W, Kind.T, Kind.C2, Kind.CIB, Kind.IB, Kind.SEND_B, Kind.RECV_B})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,12 +189,6 @@ class PipelineRun:
         if ranks[-1] == self._channel.rank:
             stages.append(HeadStage(num_stages, self._group, self._flow, self._head))
         return stages
-
-
-def forward_only(schedule: Schedule) -> Schedule:
-    """Return the forward half of `schedule`, which runs to its end as the whole does: nothing of it needs the rest."""
-    kept = (tuple(each for each in rank if each.kind not in _ONLY_BACKWARD) for rank in schedule.ranks)
-    return replace(schedule, ranks=tuple(kept))
 
 
 def agree(schedule: Schedule, group: dist.ProcessGroup) -> None:
