@@ -1,6 +1,8 @@
 """The page of a child: a headline in numbers, a map of its layers, its baselines; what is in it is escaped."""
 
 import re
+from html.parser import HTMLParser
+from xml.dom.minidom import parseString
 
 from planish.report.child import draw_child_page, headline
 
@@ -43,6 +45,46 @@ def test_the_headline_says_what_was_gained_and_lost():
     assert headline(_outcome()) == (
         "A child with 60% of its parent's parameters takes 60% of its time in decode 1x64, and loses 0.250 nats"
     )
+
+    better = _outcome(child=_judged("search", 0.6, 2.9, ["kv4+width64"] * 3))
+    assert headline(better).endswith("and gains 0.100 nats")
+
+
+def test_heights_are_parts_of_the_parent_and_the_curve_goes_over_shares_of_it():
+    """Also where no layer is as large as the parent's; experts count with their channels."""
+    layers = ["kv2+experts2x16", "kv1+experts4x8", "kv2+none"]
+    page = draw_child_page(
+        _outcome(parent=_judged("parent", 1, 3.0, ["kv4+experts4x16"] * 3), child=_judged("search", 0.6, 3.25, layers))
+    )
+    heights = [float(h) for h in re.findall(r'class="c0"[^>]*height="([0-9.]+)"', page)]
+    assert heights == [20, 10, 20, 20, 20]
+    assert ">% of the parent<" in page
+    assert ">step<" not in page
+
+
+def test_the_page_is_well_formed():
+    """Every element is closed where it was opened, and drawings are XML."""
+    page = draw_child_page(_outcome())
+    parser = _Closed()
+    parser.feed(page)
+    assert parser.open == []
+    for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
+        assert parseString(svg).documentElement.tagName == "svg"
+    head, *rows = re.findall(r"<tr.*?</tr>", page)
+    assert all(row.count("<td") == head.count("<th") for row in rows)
+
+
+class _Closed(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
 
 
 def test_every_layer_and_baseline_is_on_the_page():

@@ -56,11 +56,11 @@ class Axis:
         return cls(low=0.0, high=high, start=start, end=end, ticks=_ticks(0.0, high, 6), unit="s")
 
     @classmethod
-    def of_steps(cls, first: int, last: int, start: float, end: float) -> Self:
-        """Return an axis over whole steps."""
+    def of_steps(cls, first: int, last: int, start: float, end: float, unit: str = "step") -> Self:
+        """Return an axis over whole steps, or another unit."""
         low, high = (float(first), float(last)) if last > first else (first - 0.5, first + 0.5)
         ticks = _ticks(low, high, max(2, int((end - start) / 90)), least=1.0)
-        return cls(low=low, high=high, start=start, end=end, ticks=ticks, unit="step")
+        return cls(low=low, high=high, start=start, end=end, ticks=ticks, unit=unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,9 +54,10 @@ def headline(outcome: Mapping[str, Any]) -> str:
     """Return what was found as one sentence."""
     child, parent = outcome["child"], outcome["parent"]
     shares = [f"{_share(child, parent, scenario):.0%} of its time in {scenario}" for scenario in child["measured_s"]]
+    gap = child["loss"] - parent["loss"]
     return (
         f"A child with {child['parameters'] / parent['parameters']:.0%} of its parent's parameters takes "
-        f"{' and '.join(shares)}, and loses {child['loss'] - parent['loss']:.3f} nats"
+        f"{' and '.join(shares)}, and {'gains' if gap < 0 else 'loses'} {abs(gap):.3f} nats"
     )
 
 
@@ -86,7 +87,7 @@ def _numbers(outcome: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def _sections(outcome: Mapping[str, Any]) -> Iterator[Markup]:
     said = "Height is the part of the parent that is left; green is one matrix, a grey cell nothing."
-    yield _section("What became of each layer", said, draw_layers(outcome["child"]["layers"], outcome["harm"]))
+    yield _section("What became of each layer", said, _map(outcome))
     curve = [(round(100 * share), harm) for share, harm in outcome["curve"]]
     if len(curve) > 1:
         drawn = draw_curves(
@@ -94,6 +95,7 @@ def _sections(outcome: Mapping[str, Any]) -> Iterator[Markup]:
             "Sum of harm at shares of the parent",
             width=_WIDTH,
             unit=outcome["metric"],
+            across="% of the parent",
         )
         yield _section("What less costs", "Harm of the best child at each per cent of the parent.", drawn)
     yield _section("Beside the baselines", _said_of_baselines(outcome), _baselines(outcome))
@@ -109,23 +111,28 @@ def _sections(outcome: Mapping[str, Any]) -> Iterator[Markup]:
         yield _section("Whether harms add up", said)
 
 
-def draw_layers(layers: Sequence[str], harm: Sequence[float]) -> Markup:
+def _map(outcome: Mapping[str, Any]) -> Markup:
+    return draw_layers(outcome["child"]["layers"], outcome["parent"]["layers"], outcome["harm"])
+
+
+def draw_layers(layers: Sequence[str], parent: Sequence[str], harm: Sequence[float]) -> Markup:
     """Return the map of a child: attention and network of each layer, and what each layer's change is worth.
 
     Args:
         layers: Labels such as "kv1+width512", first to last.
+        parent: The parent's.
         harm: Of each layer.
     """
-    choices = [each.split("+") for each in layers]
+    choices, whole = ([each.split("+") for each in labels] for labels in (layers, parent))
     step = (_WIDTH - _LEFT - 8) / len(choices)
     parts: list[Markup] = []
     for row, name in enumerate(("attention", "network")):
         top = 10 + row * (_ROW + 12)
         labels = [choice[row] for choice in choices]
-        full = max((_size(each) for each in labels), default=1.0) or 1.0
         parts.append(label(_LEFT - 8, top + _ROW / 2 + 4, name, anchor="end"))
         for index, text in enumerate(labels):
-            parts.append(_cell(_LEFT + index * step, top, step - 2, text, _size(text) / full, index))
+            part = _size(text) / max(1.0, _size(whole[index][row]))
+            parts.append(_cell(_LEFT + index * step, top, step - 2, text, part, index))
     top, worst = 10 + 2 * (_ROW + 12), max((*harm, 1e-12))
     parts.append(label(_LEFT - 8, top + _ROW / 2 + 4, "harm", anchor="end"))
     for index, value in enumerate(harm):
@@ -157,7 +164,10 @@ def _size(text: str) -> float:
 def _said_of_baselines(outcome: Mapping[str, Any]) -> str:
     if not outcome["baselines"]:
         return "None was assembled; `--baselines` measures and judges what else the same library gives."
-    return "Each keeps to the same targets, measured; gap is the loss above the parent's."
+    return (
+        "Each keeps to the same targets; latency as measured, parameters and memory as shares of the parent's, gap is "
+        "the loss above the parent's."
+    )
 
 
 def _tournament(entrants: Sequence[Mapping[str, Any]]) -> Markup:
@@ -180,7 +190,7 @@ def _tournament(entrants: Sequence[Mapping[str, Any]]) -> Markup:
 
 def _baselines(outcome: Mapping[str, Any]) -> Markup:
     parent = outcome["parent"]
-    names = ["child", *(f"{each} of parent" for each in parent["measured_s"]), "loss", "gap", "KL", "same first choice"]
+    names = ["child", *parent["measured_s"], "parameters", "memory", "loss", "gap", "KL", "same first choice"]
     child = outcome["child"]
     rows = [_row(parent, parent), *(_row(each, parent) for each in filter(None, [outcome["searched"]]))]
     rows += [_row(child, parent, kind="total"), *(_row(each, parent) for each in outcome["baselines"])]
@@ -197,6 +207,8 @@ def _table(names: Sequence[str], rows: Sequence[Markup]) -> Markup:
 
 def _row(child: Mapping[str, Any], parent: Mapping[str, Any], kind: str = "") -> Markup:
     cells = [f"{_share(child, parent, scenario):.1%}" for scenario in parent["measured_s"]]
+    cells.append(f"{child['parameters'] / parent['parameters']:.1%}")
+    cells.append(f"{max(child['memory_bytes'].values()) / max(parent['memory_bytes'].values()):.1%}")
     cells += [f"{child['loss']:.4f}", f"{child['loss'] - parent['loss']:+.4f}", f"{child['kl']:.4f}"]
     cells.append(f"{child['agreement']:.1%}")
     return element(

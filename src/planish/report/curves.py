@@ -39,7 +39,14 @@ class Level:
 
 
 def draw_curves(
-    curves: list[Curve], description: str, *, width: float, unit: str, zero: bool = True, level: Level | None = None
+    curves: list[Curve],
+    description: str,
+    *,
+    width: float,
+    unit: str,
+    across: str = "step",
+    zero: bool = True,
+    level: Level | None = None,
 ) -> Markup:
     """Return the figure of `curves` over steps.
 
@@ -48,6 +55,7 @@ def draw_curves(
         description: What it shows, for those who cannot see it.
         width: Of the drawing, in pixels.
         unit: Of the values; "bytes" for an axis in GiB.
+        across: What they go over.
         zero: Whether the values' axis begins at zero.
         level: A line across.
     """
@@ -56,7 +64,7 @@ def draw_curves(
     values += [level.value] if level else []
     names = [curve.name for curve in curves] + ([level.name] if level else [])
     right = width - 14 - max(text_width(name) for name in names)
-    x = Axis.of_steps(min(steps), max(steps), _LEFT, right)
+    x = Axis.of_steps(min(steps), max(steps), _LEFT, right, across)
     if unit == "bytes":
         y = Axis.of_bytes(max(values), _BOTTOM, _TOP)
     else:
