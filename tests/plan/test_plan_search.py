@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planish.errors import UsageError
-from planish.methods import AdamW, Blocked, Checkpoint, Plain
+from planish.methods import AdamW, Apollo, Blocked, Checkpoint, Plain
 from planish.plan.answer import answer, fewest_devices, plan_tables
 from planish.plan.question import Question
 from planish.plan.search import choose, exhaust, frames, search
@@ -67,6 +67,30 @@ def test_a_host_that_is_too_small_is_kept_to():
         found = search(question("llama-3.1-70b", memory=100, context=65536, rows=8, host=host))
         if found.fits and host is not None:
             assert found.best.node_bytes("host") <= host
+
+
+def test_over_a_slow_link_goes_what_can_hide_behind_the_layers():
+    asked = question("llama-3.1-8b", memory=36, context=2**18, rows=None, degrees={"cp": 8, "replicate": 1})
+    slow = replace(asked, hardware=replace(asked.hardware, host_rate=5e8))
+    found = search(slow).best
+    every = found.plan.boundary.every
+    assert every > 1
+    assert found.over() is None
+    assert found.time.hidden_offload == found.time.offload
+    all_go = replace(found, plan=replace(found.plan, boundary=replace(found.plan.boundary, every=1)))
+    assert all_go.time.total_s > 1.5 * found.time.total_s
+    assert search(asked).best.plan.boundary.every == 1
+
+
+def test_an_approximate_optimizer_is_named_and_never_chosen():
+    asked = question("llama-3.1-8b", memory=24, rows=8)
+    found = answer(asked)
+    sentence = next(each for each in found.rejected if each.startswith("optim = apollo"))
+    assert "approximates AdamW, so it is taken only if named" in sentence
+    assert not isinstance(found.best.plan.optim, Apollo)
+    named = answer(replace(asked, fixed={"optim": Apollo()}))
+    assert isinstance(named.best.plan.optim, Apollo)
+    assert not any(each.startswith("optim = apollo") for each in named.rejected)
 
 
 def test_what_does_not_fit_says_what_would():

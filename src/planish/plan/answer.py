@@ -1,10 +1,11 @@
 """What there is to say about a question: what fits, why not otherwise, and what would do where nothing does."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from planish.decode import encode, method_name
-from planish.methods import Offload, Plan, StreamAdamW, keeps_attention
+from planish.methods import AdamW, Apollo, Offload, Plan, StreamAdamW, keeps_attention
 from planish.plan.question import Candidate, Question
 from planish.plan.search import SLOTS, Frame, Option, frames, search
 from planish.units import format_bytes
@@ -40,7 +41,7 @@ def answer(question: Question) -> Answer:
     return Answer(
         best=best,
         fits=found.fits,
-        rejected=tuple(_rejected(best)) if found.fits else (),
+        rejected=(*(_rejected(best) if found.fits else ()), *_approximate(best)),
         smallest=found.least.estimate.peak_bytes,
         longest=longest_context(question, best if found.fits else found.least),
         fewest=None if found.fits else fewest_devices(question),
@@ -66,6 +67,19 @@ def _rejected(best: Candidate) -> list[str]:
     return said
 
 
+def _approximate(best: Candidate) -> Iterator[str]:
+    """Yield a sentence for a method that is no exact one, and so is taken only where it is named."""
+    mesh, optim = best.mesh, best.plan.optim
+    if "optim" in best.question.fixed or 1 < mesh.ep < mesh.size:  # `planish train` refuses it there
+        return
+    other = replace(best, plan=replace(best.plan, optim=Apollo()))
+    if isinstance(optim, AdamW) or other.over() is None:
+        held, less = other.estimate.peak_bytes, best.estimate.peak_bytes - other.estimate.peak_bytes
+        fits = "fits" if other.over() is None else "is still too much"
+        than = f"{format_bytes(abs(less))} {'less' if less > 0 else 'more'} in all"
+        yield f"optim = apollo approximates AdamW, so it is taken only if named: {format_bytes(held)}, {than}, {fits}"
+
+
 def _same(options: tuple[Option, ...], wanted: Option) -> Option:
     return next((each for each in options if each == wanted), options[-1])
 
@@ -86,6 +100,8 @@ def _word(index: int, option: Option) -> str:
     place = ""
     if isinstance(option.method, Offload | StreamAdamW):
         place = " on the host" if option.method.host else " on the disk"
+    if isinstance(option.method, Offload) and option.method.every > 1:
+        place += f", one in {option.method.every}"
     degree = f", mesh.vp = {option.vp}" if option.vp > 1 else f", mesh.ep = {option.ep}" if peak == "dispatch" else ""
     return f"{peak} = {method_name(type(option.method))}{place}{kept}{degree}"
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 from planish.decode import method_name
@@ -130,8 +130,20 @@ class Frame:
         question = self.question
         places = ["host"] * (question.hardware.kind == "cuda") + ["disk"] * (question.disk is not None)
         for place in places:
-            yield Option(method=Offload(**{place: _ALL}, keep_attention=True), simplicity=4)
-            yield Option(method=Offload(**{place: _ALL}), simplicity=3)
+            for method, simplicity in (
+                (Offload(**{place: _ALL}, keep_attention=True), 4),
+                (Offload(**{place: _ALL}), 3),
+            ):
+                every = self._least_every(method)
+                if every > 1:
+                    yield Option(method=replace(method, every=every), simplicity=simplicity + 2)
+                yield Option(method=method, simplicity=simplicity)
+
+    def _least_every(self, method: Offload) -> int:
+        """Return every how many-th boundary may go for what travels to hide behind the layers."""
+        mesh = MeshShape(dp=self.dp, replicate=self.replicate, cp=self.cp)
+        all_go = Candidate(self.question, mesh, self.rows, self.microbatches, Plan(boundary=method)).time
+        return min(ceil(all_go.offload / all_go.compute), len(self.question.shape.layers))
 
     def _streams(self) -> Iterator[Option]:
         question = self.question
