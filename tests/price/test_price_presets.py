@@ -31,3 +31,8 @@ def test_a_shipped_table_is_the_fitted_one(name, dtype, plan, tmp_path):
     assert shipped is not None, "other libraries than the tables were made with: run benchmarks/presets.py"
     assert shipped == fit_table(config, section, plan, rows=1)
     assert sum(each.numel * each.count for each in shipped.tensors) == read_config(file.config).num_parameters
+
+
+def test_norms_in_tiles_have_a_table_of_their_own():
+    plans = [Plan(activation=each) for each in (Plain(), Tiled(), Tiled(norms=True))]
+    assert len({table_name(plan, dtype="bf16", rows=1) for plan in plans}) == 3

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.decode import method_name
-from planish.methods import Checkpoint, Offload, Plain, Plan
+from planish.methods import Checkpoint, Offload, Plain, Plan, Tiled
 from planish.price.table import LayerTable
 
 _FORMAT = 1
@@ -79,6 +79,8 @@ def table_name(plan: Plan, *, dtype: str, rows: int, num_shards: int = 1, copied
     words = [dtype.removesuffix("-pure"), *(method_name(type(each)) for each in methods)]
     if not isinstance(plan.activation, Plain):
         words.append(method_name(type(plan.activation)))
+    if isinstance(plan.activation, Tiled) and plan.activation.norms:
+        words.append("norms")
     if isinstance(plan.attention, Plain):
         words.append(f"{rows} rows")
     if num_shards > 1:
