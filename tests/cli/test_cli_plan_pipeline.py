@@ -16,11 +16,26 @@ BUILT_IN = ["plan", "--pipeline", "--model.from", "smollm2-135m", "--data.contex
 FOUR = [*BUILT_IN, "--mesh.pp", "4", "--train.grad-accum", "12"]
 
 
-def test_it_answers_at_once_and_without_torch():
+def in_a_process(*words):
+    """Run the words in a process of their own; exit code 100 and more: with torch."""
     code = "import sys; from planish.cli.main import main; code = main(sys.argv[1:]); "
     code += "sys.exit(100 * ('torch' in sys.modules or 'transformers' in sys.modules) + code)"
+    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+
+
+def test_the_ranks_of_a_pipeline_are_priced_without_torch():
+    done = in_a_process(*(word for word in FOUR if word != "--pipeline"), "--memory", "900MiB", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    tree = json.loads(done.stdout)
+    assert tree["source"] == "table"
+    assert len(tree["peak_bytes_by_rank"]) == 4
+    assert max(tree["peak_bytes_by_rank"]) == tree["peak_bytes"]
+    assert tree["assumed"][0].startswith("pipeline = 1f1b: ")
+
+
+def test_it_answers_at_once_and_without_torch():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", code, *FOUR], capture_output=True, text=True, check=False)
+    done = in_a_process(*FOUR)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
     assert (done.returncode, done.stderr) == (0, "")

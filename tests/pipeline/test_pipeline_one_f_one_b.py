@@ -36,8 +36,8 @@ def test_in_flight_is_exact_and_the_bubble_near_the_fill_bound(p, head, ratio, u
 @pytest.mark.slow
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("head", SHARED)
-@pytest.mark.parametrize("p", range(2, 33))
-def test_in_flight_is_exact_and_the_bubble_near_the_fill_bound_for_all_p(p, head, ratio, unit_costs):
+@pytest.mark.parametrize("p", [*range(2, 17), 24, 31, 32])
+def test_in_flight_is_exact_and_the_bubble_near_the_fill_bound_for_many_p(p, head, ratio, unit_costs):
     check_counts_and_bubble(p, head, ratio, unit_costs)
 
 

@@ -35,8 +35,8 @@ def test_v_half_keeps_half_in_flight_on_every_rank(p, head, ratio, unit_costs):
 @pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0, 4.0])
 @pytest.mark.parametrize("head", Head)
-@pytest.mark.parametrize("p", range(2, 33))
-def test_v_half_keeps_half_in_flight_on_every_rank_for_all_p(p, head, ratio, unit_costs):
+@pytest.mark.parametrize("p", [*range(2, 17), 24, 31, 32])
+def test_v_half_keeps_half_in_flight_on_every_rank_for_many_p(p, head, ratio, unit_costs):
     check_v_half(p, head, ratio, unit_costs)
 
 

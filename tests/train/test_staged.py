@@ -33,12 +33,12 @@ def compare(run_of, tiny_model, tiny_tokenizer, ranks, family, mesh, method, *se
         return tiny_model(family, dtype=torch.float64, **config)
 
     expected, weights = train_in_float64(one, model(), tiny_tokenizer, ALONE)
-    seen = set()
+    seen, atol = set(), 1e-12 if tolerance <= 1e-10 else tolerance
     for found, found_weights in ranks(lambda world: train_in_float64(many, model(), tiny_tokenizer, world), **mesh):
         for before, now in zip(expected, found, strict=True):
             assert now == pytest.approx(before, rel=tolerance)
         for name, weight in found_weights.items():
-            assert torch.allclose(weight, weights[name], rtol=1e-10, atol=1e-12), name
+            assert torch.allclose(weight, weights[name], rtol=max(1e-10, tolerance), atol=atol), name
             seen.add(name)
     assert seen == set(weights)
 
@@ -79,7 +79,9 @@ def test_ranks_that_share_a_stage_compute_what_one_process_computes(
 ):
     only = [*only, *((f"plan.{peak}.folder", str(tmp_path)) for peak in ("boundary", "optim") if FAR[0] in only)]
     held_out = [("data.eval", [str(text_file)]), ("data.eval_tokens", 112), ("train.clip", 0.5)]
-    compare(run_of, tiny_model, tiny_tokenizer, ranks, family, mesh, method, *held_out, only=only, tolerance=1e-10)
+    # Gemma's norms round to float32 whatever the model's dtype, where another last bit of a sum may tip a number.
+    tolerance = 1e-7 if family == "gemma2" else 1e-10
+    compare(run_of, tiny_model, tiny_tokenizer, ranks, family, mesh, method, *held_out, only=only, tolerance=tolerance)
 
 
 SAVED = [
