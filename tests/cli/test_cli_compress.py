@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -18,7 +19,9 @@ from planish.cli import compress
 from planish.cli.compress import Options, read_order, read_words
 from planish.cli.main import main
 from planish.cli.options import parse_plain
+from planish.compress import job
 from planish.compress.order import check_fits, latency_targets, memory_target, parameter_target, parse_scenario
+from planish.compress.space import Architecture, Choice, NoAttention
 from planish.errors import DoesNotFit, UsageError
 from planish.units import parse_bytes
 
@@ -368,3 +371,34 @@ def test_the_example_is_an_order():
     assert order.baselines
     assert order.lessons.train.steps * order.lessons.train.global_tokens == 512 * 1024
     assert order.out == Path("runs/compress")
+
+
+def test_networks_without_attention_between_them_become_one_where_that_was_asked_for(
+    model_folder, tmp_path, capsys, monkeypatch
+):
+    """Whatever child is found, it is written, measured, judged and counted with its run of networks as one."""
+    text = tmp_path / "text.txt"
+    text.write_text("It was a bright cold day in April, and the clocks were striking.\n\n" * 60, encoding="utf-8")
+    sizes = {"num_hidden_layers": 6, "num_key_value_heads": 4, "hidden_size": 64, "initializer_range": 0.2}
+    model = model_folder("llama", **sizes)
+    words = [str(model), "--text", str(text), "--out", str(tmp_path / "out"), *SIZES, "--rounds", "2"]
+    words += ["--width-multiple", "8", "--widths", "--no-linear", "--parameters", "0.9x", "--fuse"]
+
+    def found(space, *_):
+        alone = Choice(attention=NoAttention(), ffn=space.layers[0].ffn[0])
+        layers = [layer.parent for layer in space.layers]
+        return SimpleNamespace(architecture=Architecture(layers=(layers[0], alone, alone, alone, *layers[4:])))
+
+    monkeypatch.setattr(job, "search", found)
+    code, _, err = _run(words, capsys)
+    assert code == 0, err
+    tree = json.loads((tmp_path / "out" / "outcome.json").read_text())
+    child = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "child")
+    assert [each.mlp.down_proj.in_features for each in child.model.layers if each.has_mlp] == [3 * 48, 48, 48, 48]
+    assert sum(each.numel() for each in child.parameters()) == tree["child"]["parameters"]
+    assert not (tmp_path / "out" / "unfused").exists()
+    code, said, _ = _run(["verify", str(tmp_path / "out" / "child"), "--rounds", "2", "--json"], capsys)
+    checks = {each["name"]: each for each in json.loads(said)}
+    assert checks["loss (nats)"]["told"] == checks["loss (nats)"]["found"]
+    code, _, err = _run([*words, "--distil-tokens", "256"], capsys)
+    assert (code, "`--fuse` makes one layer of several, which lessons compare" in err) == (2, True)

@@ -84,6 +84,9 @@ class Options:
     tournament: str | None = None
     """Tokens that several candidates (by other scores, in other layers, by depth drop) share before one of them has its
     lessons: each is taught a little, the worse half dropped, and so on; such as "256K", default: none."""
+    fuse: bool = False
+    """Make one network of those that follow one another without attention between them (FFN Fusion): the search counts
+    on it, and every child is measured and judged so. Lessons compare layers, and do not go with it."""
     baselines: bool = False
     """Also assemble, measure and judge greedy, depth drop, uniform width, no-op only, most parameters, and a draw."""
     dtype: Literal["bf16", "fp32"] = "fp32"
@@ -273,6 +276,8 @@ def read_order(options: Options, settings: list[tuple[str, Any]]) -> Any:
         tournament=options.tournament,
         dtype=options.dtype,
     )
+    if options.fuse and lessons is not None:
+        raise UsageError("`--fuse` makes one layer of several, which lessons compare; leave one of both out.")
     budget = dict(settings).get("memory.budget")
     budget_bytes = None if budget is None else size_bytes(str(budget), name="--memory")
     try:
@@ -306,6 +311,7 @@ def read_order(options: Options, settings: list[tuple[str, Any]]) -> Any:
         lessons=lessons,
         tournament_tokens=0 if options.tournament is None else count(options.tournament, name="--tournament"),
         bf16_scores=options.bf16_scores,
+        fuse=options.fuse,
         baselines=(*BASELINES, "drawn") if options.baselines else (),
         budget_bytes=budget_bytes,
         seed=options.seed,

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 from scipy.optimize import nnls
 
+from planish.compress.runs import joins
 from planish.compress.space import (
     Architecture,
     AttentionOption,
@@ -234,6 +235,21 @@ class Price:
     source: Source
 
 
+def launch_seconds(prices: Mapping[str, Price]) -> float:
+    """Return what a dense network takes whatever its width: networks that become one take it once.
+
+    It is what the line through prices over widths has at none, not below nothing and not above the cheapest.
+    """
+    points = {
+        int(name.removeprefix("ffn width")): each for name, each in prices.items() if name.startswith("ffn width")
+    }
+    if len(points) < 2:
+        return 0.0
+    seconds = [each.seconds for each in points.values()]
+    _, constant = np.polyfit(list(points), seconds, 1)
+    return float(min(max(constant, 0.0), *seconds))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """What children of one space cost on one machine.
@@ -246,6 +262,8 @@ class Costs:
         ends_s: By scenario's label: embedding, last norm, head, and what the model does around its layers.
         scenarios: By label.
         factors: By scenario's label: measured over predicted on an assembled child.
+        joined_s: By scenario's label: what a network costs less that stands beside another one, as one with it; empty
+            where children are not fused.
         sizes: Numbers in each sub-block, by the names of `prices`; where empty, as `parameters` says of Llama's make.
     """
 
@@ -257,6 +275,7 @@ class Costs:
     scenarios: Mapping[str, Scenario]
     factors: Mapping[str, float]
     sizes: Sizes = field(default_factory=dict)
+    joined_s: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, choice: Choice, label: str) -> float:
         """Return the seconds of one layer in the scenario called `label`."""
@@ -266,6 +285,8 @@ class Costs:
     def model_seconds(self, architecture: Architecture, label: str) -> float:
         """Return the seconds of a child in the scenario called `label`, calibrated."""
         layers = sum(self.seconds(choice, label) for choice in architecture.layers)
+        if self.joined_s:
+            layers -= joins(architecture) * self.joined_s[label]
         return (layers + self.ends_s[label]) * self.factors.get(label, 1.0)
 
 

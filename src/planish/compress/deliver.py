@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from planish.compress.fuse import fuse_child
 from planish.compress.library import Library
 from planish.compress.outcome import RECORD
 from planish.compress.realise import write_child
+from planish.compress.runs import find_fusions
 from planish.compress.space import Architecture
 from planish.errors import WorldFailed
 
@@ -16,14 +18,27 @@ _TOKENIZER = ("tokenizer", "special_tokens", "vocab", "merges", "chat_template")
 _OF_THE_RUN = ("state", "manifest.json")
 
 
-def write_untaught(library: Library, child: Architecture, folder: Path, parent: Path) -> None:
+def write_untaught(library: Library, child: Architecture, folder: Path, parent: Path, *, fuse: bool = False) -> None:
     """Write a child as its blocks are, with the tokenizer of its parent's folder.
+
+    Args:
+        library: Of its blocks.
+        child: Its layers.
+        folder: Where to; what is there goes.
+        parent: The parent's folder.
+        fuse: Whether its networks without attention between them become one.
 
     Raises:
         WorldFailed: The disk refuses.
     """
     shutil.rmtree(folder, ignore_errors=True)
     write_child(library, child, folder)
+    if fuse and find_fusions(child):
+        apart = folder.with_name("unfused")
+        shutil.rmtree(apart, ignore_errors=True)
+        folder.rename(apart)
+        fuse_child(apart, folder)
+        shutil.rmtree(apart)
     try:
         for path in sorted(parent.iterdir()):
             if path.name.startswith(_TOKENIZER):

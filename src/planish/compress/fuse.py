@@ -4,72 +4,23 @@ x + F_1(x) + F_2(x + F_1(x)) + ... is read as x + F_1(x) + F_2(x) + ..., an appr
 all channels side by side. The networks' norms differ in their weights alone, so that those go into the matrices.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from planish.compress.blocks import config_of
 from planish.compress.export import ChildFolder, copy_beside
-from planish.compress.realise import Lazy, write_native
-from planish.compress.space import Architecture, Choice, NoAttention, NoFfn, Width, attends
+from planish.compress.library import Library
+from planish.compress.realise import Lazy, assemble, write_native
+from planish.compress.runs import Fusion, find_fusions, fused
+from planish.compress.space import Architecture
 from planish.errors import UsageError
-from planish.models.child import parent_config
+from planish.models.child import model_class, parent_config
 
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fusion:
-    """Networks that become one.
-
-    Attributes:
-        layers: Whose, first to last; the first layer holds the network, the others become nothing.
-        width: Channels together.
-    """
-
-    layers: tuple[int, ...]
-    width: int
-
-
-def find_fusions(architecture: Architecture) -> list[Fusion]:
-    """Return the runs of networks without attention between them, the last network of each left as it is.
-
-    References:
-        Bercovich et al., FFN Fusion (2025), section 3: the last of a run is the one that suffers most.
-    """
-    runs: list[list[int]] = []
-    for index, choice in enumerate(architecture.layers):
-        if attends(choice.attention) or not isinstance(choice.attention, NoAttention) or not runs:
-            runs.append([])
-        if isinstance(choice.ffn, Width):
-            runs[-1].append(index)
-        elif not isinstance(choice.ffn, NoFfn):
-            runs.append([])
-    found = []
-    for run in runs:
-        fused = tuple(run[:-1])
-        if len(fused) > 1:
-            found.append(Fusion(layers=fused, width=sum(_width(architecture, index) for index in fused)))
-    return found
-
-
-def _width(architecture: Architecture, index: int) -> int:
-    ffn = architecture.layers[index].ffn
-    return ffn.width if isinstance(ffn, Width) else 0
-
-
-def fused(architecture: Architecture, fusions: Sequence[Fusion]) -> Architecture:
-    """Return the architecture after `fusions`."""
-    for fusion in fusions:
-        first, *others = fusion.layers
-        kept = Choice(attention=architecture.layers[first].attention, ffn=Width(width=fusion.width))
-        architecture = architecture.with_layer(first, kept)
-        for index in others:
-            architecture = architecture.with_layer(index, Choice(attention=NoAttention(), ffn=NoFfn()))
-    return architecture
 
 
 def fuse_child(child: Path, folder: Path) -> list[Fusion]:
@@ -119,14 +70,40 @@ def _side_by_side(source: ChildFolder, fusion: Fusion) -> dict[str, Lazy]:
         rows, columns = source.shape(name).shape
         shape = (rows, fusion.width) if matrix == "down_proj" else (fusion.width, columns)
         like = torch.empty(shape, dtype=source.shape(name).dtype, device="meta")
-        found[name] = Lazy(lambda matrix=matrix: _joined(source, fusion.layers, matrix), like)
+        found[name] = Lazy(lambda matrix=matrix: _joined(source.read, fusion.layers, matrix), like)
     return found
 
 
-def _joined(source: ChildFolder, layers: Sequence[int], matrix: str) -> Tensor:
-    parts = [source.read(f"model.layers.{index}.mlp.{matrix}.weight") for index in layers]
+def _joined(read: Callable[[str], Tensor], layers: Sequence[int], matrix: str) -> Tensor:
+    parts = [read(f"model.layers.{index}.mlp.{matrix}.weight") for index in layers]
     if matrix == "down_proj":
         return torch.cat(parts, 1)
-    norms = [source.read(f"model.layers.{index}.post_attention_layernorm.weight").double() for index in layers]
+    norms = [read(f"model.layers.{index}.post_attention_layernorm.weight").double() for index in layers]
     scaled = [part.double() * (norm / norms[0]) for part, norm in zip(parts, norms, strict=True)]
     return torch.cat([scaled_.to(part.dtype) for scaled_, part in zip(scaled, parts, strict=True)])
+
+
+def assemble_fused(library: Library, architecture: Architecture) -> PreTrainedModel:
+    """Return the child in memory with its runs of networks fused, in evaluation mode.
+
+    Memory:        the child before and after.
+
+    Raises:
+        UsageError, CheckpointCorrupt: As `assemble`.
+    """
+    child, fusions = assemble(library, architecture), find_fusions(architecture)
+    if not fusions:
+        return child
+    config = config_of(library.config, fused(architecture, fusions))
+    with torch.device("meta"):
+        made = model_class(config.parent_type)(config).to(library.dtype)
+    made.model.rotary_emb = child.model.rotary_emb
+    tensors = {name: each.detach() for name, each in child.state_dict().items()}
+    for fusion in fusions:
+        for matrix in _MATRICES:
+            name = f"model.layers.{fusion.layers[0]}.mlp.{matrix}.weight"
+            tensors[name] = _joined(tensors.__getitem__, fusion.layers, matrix)
+    made.load_state_dict({name: tensors[name] for name in made.state_dict()}, assign=True)
+    made.tie_weights()
+    made.generation_config = child.generation_config
+    return made.eval()

@@ -25,6 +25,7 @@ from planish.compress.order import Order, at_batch, check_fits, stage_bytes
 from planish.compress.outcome import Judged, Outcome, record_of
 from planish.compress.parent import open_parent
 from planish.compress.pupil import Distillation
+from planish.compress.runs import find_fusions, fused
 from planish.compress.school import School
 from planish.compress.scores import Scores, Scoring, influence, local_table, score, score_pairs
 from planish.compress.search import Ceiling, as_problem, best_batch, pareto, search
@@ -166,6 +167,7 @@ class Job:
             initial,
             scenarios,
             Timing(rounds=self.order.rounds, anchors=self.order.anchors),
+            fuse=self.order.fuse,
             journal=Journal(self.order.out / "costs.jsonl", key),
             progress=progress_of(self._note, "costs"),
         )
@@ -192,6 +194,7 @@ class Job:
             rounds=self.order.rounds,
             heldout=self._heldout,
             folder=self.order.out,
+            fuse=self.order.fuse,
         )
 
     @cached_property
@@ -297,9 +300,14 @@ class Job:
                 label: model_bytes(self.space, child, scenario, costs.numbers, costs.sizes)
                 for label, scenario in costs.scenarios.items()
             },
-            parameters=model_parameters(self.space, child, costs.sizes),
+            parameters=self._parameters(child, costs),
             quality=found,
         )
+
+    def _parameters(self, child: Architecture, costs: Costs) -> int:
+        if self.order.fuse:  # what runs become has widths that no block has
+            return model_parameters(self.space, fused(child, find_fusions(child)))
+        return model_parameters(self.space, child, costs.sizes)
 
     def _finish(
         self, best: Architecture, costs: Costs, school: School | None, start: Path | None
@@ -317,15 +325,15 @@ class Job:
         Raises:
             VerificationFailed: What was written is not of the size that was searched for.
         """
-        folder, name = self.order.out / "child", key_of(self.library.made_from, best.to_tree())
+        folder, name = self.order.out / "child", key_of(self.library.made_from, self.known.name(best))
         searched, made = None, folder
         if school is None:
-            write_untaught(self.library, best, folder, self._folder)
+            write_untaught(self.library, best, folder, self._folder, fuse=self.order.fuse)
         else:
             searched = self._judge("search", best, costs)
             made, name = school.taught(self.library, best, start)
         self._note("child: opened by transformers, measured and judged")
-        size = model_parameters(self.space, best, costs.sizes)
+        size = self._parameters(best, costs)
         whole, held_bytes = opened(made, self.order.scenarios, parameters=size)
         with self._bounded():
             found = self.known.quality_as(name, lambda: Whole(whole))

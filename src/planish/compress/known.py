@@ -7,13 +7,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from planish.compress.costs import Scenario
+from planish.compress.fuse import assemble_fused
 from planish.compress.journal import Journal, key_of
-from planish.compress.judge import Judge, Reader
+from planish.compress.judge import Judge, Reader, Whole
 from planish.compress.library import Library
 from planish.compress.measure import Rival, machine
 from planish.compress.realise import assemble
+from planish.compress.runs import find_fusions
 from planish.compress.settle import Quality, quality
 from planish.compress.space import Architecture
 from planish.compress.stack import Stack
@@ -30,13 +33,21 @@ class Known:
         scenarios: What is served.
         rounds: Of each measurement of latency.
         heldout: Rows that judge [R, S].
+        fuse: Whether their networks without attention between them are one.
         folder: Where `measured.jsonl` and `judged.jsonl` are kept.
     """
 
     def __init__(
-        self, library: Library, scenarios: Sequence[Scenario], *, rounds: int, heldout: Tensor, folder: Path
+        self,
+        library: Library,
+        scenarios: Sequence[Scenario],
+        *,
+        rounds: int,
+        heldout: Tensor,
+        folder: Path,
+        fuse: bool = False,
     ) -> None:
-        self.library, self._heldout = library, heldout
+        self.library, self._heldout, self._fuse = library, heldout, fuse
         self._scenarios, self._rounds = tuple(scenarios), rounds
         labels = [each.label for each in self._scenarios]
         served = key_of(library.made_from, labels, rounds, machine(torch.device("cpu")))
@@ -57,14 +68,27 @@ class Known:
 
     def seconds(self, child: Architecture) -> dict[str, float]:
         """Return a child's seconds by scenario's label, measured beside the parent."""
-        name = key_of(child.to_tree())
+        name = self.name(child)
         if name not in self._measured:
-            self._measured.put(name, self._beside.measure(assemble(self.library, child)))
+            self._measured.put(name, self._beside.measure(self._assembled(self.library, child)))
         return self._measured[name]
 
     def quality(self, library: Library, child: Architecture) -> Quality:
         """Return how a child of any library of the parent's does on the rows that judge."""
+        if self._is_fused(child):
+            name = key_of(library.made_from, self.name(child))
+            return self.quality_as(name, lambda: Whole(self._assembled(library, child)))
         return self.quality_as(key_of(library.made_from, child.to_tree()), lambda: Stack(library, child))
+
+    def _is_fused(self, child: Architecture) -> bool:
+        return self._fuse and bool(find_fusions(child))
+
+    def name(self, child: Architecture) -> str:
+        """Return a hash of a child's layers, and of whether they are fused."""
+        return key_of(child.to_tree(), "fused") if self._is_fused(child) else key_of(child.to_tree())
+
+    def _assembled(self, library: Library, child: Architecture) -> PreTrainedModel:
+        return assemble_fused(library, child) if self._fuse else assemble(library, child)
 
     def quality_as(self, name: str, open_child: Callable[[], Reader]) -> Quality:
         """Return how the child that goes by `name`, a hash of what it is made of, does on the rows that judge."""

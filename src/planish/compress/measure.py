@@ -13,7 +13,17 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from planish.compress.blocks import Blocks, config_of, overrides
-from planish.compress.costs import Costs, Numbers, Price, Scenario, fit_rates, home_of, options_of, work_of
+from planish.compress.costs import (
+    Costs,
+    Numbers,
+    Price,
+    Scenario,
+    fit_rates,
+    home_of,
+    launch_seconds,
+    options_of,
+    work_of,
+)
 from planish.compress.journal import Journal
 from planish.compress.library import Library
 from planish.compress.space import (
@@ -56,6 +66,7 @@ def measure_costs(
     scenarios: Sequence[Scenario],
     timing: Timing,
     *,
+    fuse: bool = False,
     device: torch.device | None = None,
     journal: Journal | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -68,6 +79,7 @@ def measure_costs(
         library: Of blocks; their weights do not matter.
         scenarios: What is served.
         timing: How.
+        fuse: Whether networks without attention between them become one.
         device: Default: the CPU.
         journal: Where results are kept as they are found.
         progress: Called with the scenarios done and their number after each.
@@ -95,6 +107,7 @@ def measure_costs(
         scenarios={each.label: each for each in scenarios},
         factors={},
         sizes=sizes_of(library.config, library.space),
+        joined_s={label: launch_seconds(each) for label, each in prices.items()} if fuse else {},
     )
 
 

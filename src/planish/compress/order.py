@@ -79,6 +79,7 @@ class Order:
         lessons: How the child learns from its parent as a whole, text and folders excepted; None leaves it as it is.
         tournament_tokens: Tokens that several candidates share before the best of them has its lessons; 0 for none.
         bf16_scores: Whether scores run layers in bf16.
+        fuse: Whether networks without attention between them become one, measured and judged so.
         baselines: Names of the baselines that are assembled, measured and judged too.
         budget_bytes: What tensors may hold in each stage; None for no limit.
         seed: Which rows, and what is drawn.
@@ -104,6 +105,7 @@ class Order:
     lessons: RunFile | None = None
     tournament_tokens: int = 0
     bf16_scores: bool = False
+    fuse: bool = False
     baselines: tuple[str, ...] = ()
     calibration: Calibration = field(default_factory=Calibration)
     budget_bytes: int | None = None

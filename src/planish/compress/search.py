@@ -14,9 +14,9 @@ from planish.compress.costs import (
     model_parameters,
     workspace_bytes,
 )
-from planish.compress.space import Architecture, Choice, Space, attends
+from planish.compress.space import Architecture, Choice, NoAttention, NoFfn, Space, Width, attends
 from planish.errors import DoesNotFit
-from planish.knapsack import Infeasible, Limit, Near, Problem, Reach, Solution, solve
+from planish.knapsack import Infeasible, Limit, Near, Problem, Reach, Solution, Table, solve
 from planish.units import format_bytes
 
 
@@ -159,10 +159,62 @@ def search(
         DoesNotFit: No child keeps within every ceiling; each one's least is named, and what it costs.
     """
     problem = as_problem(space, harm, ceilings, costs, near=near)
+    if costs.joined_s and not near:
+        answer = solve(with_joined(problem, space, ceilings, costs), time_limit_s=time_limit_s)
+        if isinstance(answer, Solution):
+            return found_of(space, replace(answer, chosen=_as_they_were(space, answer.chosen)), ceilings, costs)
     answer = solve(problem, time_limit_s=time_limit_s)
     if isinstance(answer, Infeasible):
         raise DoesNotFit(_out_of_reach(answer, ceilings, costs))
     return found_of(space, answer, ceilings, costs)
+
+
+def with_joined(problem: Problem, space: Space, ceilings: Sequence[Ceiling], costs: Costs) -> Problem:
+    """Return `problem` in which layers without attention may also join the network before them, for less time.
+
+    Choices that do stand behind a layer's others, in their order. One needs a layer before it that has a network or
+    has joined as well, and one after it that does without attention, since the last network of a run stays by itself.
+    """
+    joined = [_joining(layer.choices) if 0 < i < len(space.layers) - 1 else [] for i, layer in enumerate(space.layers)]
+
+    def longer(table: Table, less_s: float = 0.0) -> list[list[float]]:
+        less = [
+            [less_s * isinstance(layer.choices[k].ffn, Width) for k in own]
+            for layer, own in zip(space.layers, joined, strict=True)
+        ]
+        return [
+            [*row, *(row[k] - each for k, each in zip(own, mine, strict=True))]
+            for row, own, mine in zip(table, joined, less, strict=True)
+        ]
+
+    saved = {each.name: costs.joined_s[each.scenario] for each in ceilings if each.kind == "latency"}
+    limits = [replace(each, weights=longer(each.weights, saved.get(each.name, 0.0))) for each in problem.limits]
+    widths = [len(layer.choices) + len(own) for layer, own in zip(space.layers, joined, strict=True)]
+    for index, own in enumerate(joined):
+        for beside in (index - 1, index + 1) if own else ():
+            weights = [[0.0] * width for width in widths]
+            weights[index][len(space.layers[index].choices) :] = [1.0] * len(own)
+            choices = space.layers[beside].choices
+            able = [
+                isinstance(each.ffn, Width) and (beside < index or each.attention == NoAttention()) for each in choices
+            ]
+            weights[beside] = [-float(each) for each in able] + [-1.0] * len(joined[beside])
+            limits.append(Limit(name=f"joined {index} {beside}", weights=weights, at_most=0.0))
+    second = None if problem.second is None else longer(problem.second)
+    return replace(problem, objective=longer(problem.objective), limits=limits, second=second)
+
+
+def _joining(choices: Sequence[Choice]) -> list[int]:
+    """Return the choices that can stand in the middle of a run: networks alone, and nothing."""
+    return [
+        k for k, each in enumerate(choices) if each.attention == NoAttention() and isinstance(each.ffn, Width | NoFfn)
+    ]
+
+
+def _as_they_were(space: Space, chosen: Sequence[int]) -> tuple[int, ...]:
+    """Return the choices without their word on joining."""
+    pairs = zip(space.layers, chosen, strict=True)
+    return tuple(k if k < len(layer.choices) else _joining(layer.choices)[k - len(layer.choices)] for layer, k in pairs)
 
 
 def found_of(space: Space, answer: Solution, ceilings: Sequence[Ceiling], costs: Costs) -> Found:
