@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -311,21 +312,22 @@ def test_kills_in_any_stage_change_no_bit(scene, tmp_path):
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
     whole = _digest(out / "child"), (out / "scores.jsonl").read_text(), _sums(out)
     shutil.move(out, tmp_path / "whole")
-    rng, kills = random.Random(0), 0
-    while True:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=rng.uniform(5, 12) if kills < 5 else None)
-        if process.poll() is not None:
-            break
-        process.kill()
-        process.wait()
-        kills += 1
-    assert process.returncode == 0, process.stderr.read()
-    assert kills >= 3
-    scored = [set(text.splitlines()) for text in (whole[1], (out / "scores.jsonl").read_text())]
-    assert (_digest(out / "child"), _sums(out)) == (whole[0], whole[2])
-    assert scored[0] == scored[1]
+    rng, stages = (
+        random.Random(0),
+        ["library/blocks.jsonl", "library-distilled/blocks.jsonl", "scores.jsonl", "learned"],
+    )
+    for stage in stages:
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            while process.poll() is None and not (out / stage).exists():
+                time.sleep(0.005)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=rng.uniform(0, 0.5))
+            process.kill()
+        assert process.returncode == -signal.SIGKILL, stage
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert _sums(out) == whole[2]
+    assert set((out / "scores.jsonl").read_text().splitlines()) == set(whole[1].splitlines())
+    assert _digest(out / "child") == whole[0]
 
 
 def _sums(out):
