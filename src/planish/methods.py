@@ -131,8 +131,8 @@ class Tiled:
 
     Attributes:
         tile_bytes: Bytes of one [tokens, width] array of a tile.
-        norms: Root-mean-square norms run in tiles too; their float32 copies are the largest tensors of a layer that has
-            no wide network.
+        norms: Root-mean-square norms and rotary positions run in tiles too; the copies that they make are the largest
+            tensors of a layer that has no wide network.
     """
 
     tile_bytes: Bytes = 64 * 2**20

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import assert_never
 
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from planish.models.forward import loss_forward
 from planish.models.head import head_loss
 from planish.models.norms import tile_norms
 from planish.models.part import Part
+from planish.models.rotary import tile_rotations
 from planish.peaks.activation.keep import Keeper
 from planish.peaks.boundary.offload import FarBudget, open_store
 from planish.peaks.boundary.remembered import Run, remembering
@@ -140,7 +142,7 @@ def install(  # noqa: PLR0913 (keyword-only options)
         for part in (
             lambda: install_attention(model, plan.attention, sequence),
             activation,
-            lambda: _norms(model, plan.activation),
+            *(partial(_by_tokens, model, plan.activation, each) for each in (tile_norms, tile_rotations)),
             lambda: _boundary(model, plan.boundary, tokens=tokens, in_flight=in_flight, label=label, dry=dry),
             lambda: _dispatch(model, plan.dispatch, seen=seen, dry=dry, shared=shared),
             lambda: _embedding(model, plan.vocab, vocab),
@@ -168,8 +170,8 @@ def _transformers_model(module: nn.Module) -> PreTrainedModel:
     return found
 
 
-def _norms(model: PreTrainedModel, method: Activation) -> Part | None:
-    return tile_norms(model, method.tile_bytes) if isinstance(method, Tiled) and method.norms else None
+def _by_tokens(model: PreTrainedModel, method: Activation, tile: Callable[..., Part | None]) -> Part | None:
+    return tile(model, method.tile_bytes) if isinstance(method, Tiled) and method.norms else None
 
 
 def _dispatch(model: PreTrainedModel, method: Dispatch, *, seen: Seen, dry: bool, shared: Shared | None) -> Part | None:
