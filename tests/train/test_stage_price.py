@@ -50,4 +50,7 @@ def test_the_price_of_each_rank_is_its_dry_run(model_folder, text_file, case):
         else:
             assert difference == 0, phase
             assert price.where.split(" ")[-1] == found.where.split(" ")[-1]  # the same rank
-    assert priced.estimate.ranks == pytest.approx(dry.ranks, rel=0.005)
+    head = priced.table.head
+    travelling = 2 * run.tokens_per_microbatch * head.hidden_size * head.itemsize
+    for price, found in zip(priced.estimate.ranks, dry.ranks, strict=True):
+        assert -64 <= price - found <= max(travelling, 0.005 * found)

@@ -69,7 +69,8 @@ def estimate_stages(
 ) -> Estimate:
     """Return the peaks of the rank that holds most in each phase, and each rank's own.
 
-    Exactness: from the first forward on equal to a dry run of each rank, but for the batch's fewest bytes.
+    Exactness: from the first forward to the last backward equal to a dry run of each rank, but for two hidden states
+        that may still travel at the end, where a step holds hardly more than weights and gradients.
 
     Args:
         table: The whole model's, on one rank; see `has_price` and `is_even`.
