@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -136,7 +137,8 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Solution | Infeasi
 
     Args:
         problem: What is chosen.
-        time_limit_s: For each search; the best choice until then is returned with its gap.
+        time_limit_s: For each search, twice that where its result holds within the solver's tolerance only; the best
+            choice until then is returned with its gap.
 
     Raises:
         ValueError: The tables do not have one value per option, a value is not a number, or a slot has no option left.
@@ -261,9 +263,9 @@ def _search(
     base = math.fsum(floor[starts[:-1]])
     rows, tops = _rows(problem, kept, starts)
     bounds, equal = Bounds(0, kept.astype(float)), LinearConstraint(_one_each(widths), 1, 1)
-    bound = -np.inf
+    bound, end = -np.inf, time.monotonic() + time_limit_s
     for trial in range(_RETRIES + 1):
-        margin = 0.0 if trial < _RETRIES else _TOLERANCE
+        margin = 0.0 if trial < _RETRIES and (trial == 0 or time.monotonic() < end) else _TOLERANCE
         limits = [LinearConstraint(vstack(rows).tocsr(), -np.inf, np.array(tops) - margin)] if rows else []
         with silent():
             solved = milp(
@@ -284,6 +286,8 @@ def _search(
         if all(_sum(limit.weights, chosen) <= limit.at_most for limit in problem.limits):
             return chosen, bound
         # Met within the solver's tolerance only: exactly this choice is taken back, nothing else.
+        if margin:
+            break
         rows.append(csr_array((np.ones(len(picked)), (np.zeros(len(picked), int), picked)), shape=(1, len(cost))))
         tops.append(len(picked) - 1)
     return None

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planish import knapsack
 from planish.knapsack import Infeasible, Limit, Near, Problem, Solution, explain, prices, silent, solve
 
 
@@ -203,3 +204,20 @@ def test_what_a_solver_writes_past_python_is_not_seen(capfd):
 def test_tables_may_be_arrays_and_ties_are_broken_in_them():
     table = np.zeros((3, 2))
     assert solve(Problem(objective=table, second=np.array([[1.0, 0.0]] * 3))).chosen == (1, 1, 1)
+
+
+def test_choices_within_the_solvers_tolerance_only_share_the_time_limit(monkeypatch):
+    """Seventy choices of four slots each miss the limit by a billionth: they are not searched one after the other."""
+    now, calls, real = [0.0], [], knapsack.milp
+
+    def slow(*given, **how):
+        calls.append(how["options"]["time_limit"])
+        now[0] += 60
+        return real(*given, **how)
+
+    monkeypatch.setattr(knapsack, "milp", slow)
+    monkeypatch.setattr(knapsack.time, "monotonic", lambda: now[0])
+    limit = Limit(name="room", weights=[[0.0, 1.0]] * 8, at_most=4 - 1e-9)
+    found = solve(Problem(objective=[[0.0, 1.0]] * 8, limits=[limit], maximise=True))
+    assert sum(found.chosen) == 3
+    assert len(calls) == 2

@@ -13,6 +13,7 @@ from planish.knapsack import Infeasible, solve
 
 Harm = Sequence[Sequence[float]]
 _GONE = Choice(attention=NoAttention(), ffn=NoFfn())
+_SEARCH_S = 10.0  # "most parameters" has countless children all but equal, which no solver tells apart in time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +161,7 @@ def harm_of(task: Task, child: Architecture) -> float:
 
 def _solved(task: Task, objective: Harm) -> Architecture | None:
     problem = replace(as_problem(task.space, objective, task.ceilings, task.costs), second=None)
-    answer = solve(problem)
+    answer = solve(problem, time_limit_s=_SEARCH_S)
     if isinstance(answer, Infeasible):
         return None
     return found_of(task.space, answer, task.ceilings, task.costs).architecture
