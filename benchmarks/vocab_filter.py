@@ -139,7 +139,7 @@ def measure_curve(options: argparse.Namespace) -> dict[str, object]:
     """Return the curves of every variant, those that an earlier run left in the folder as they are."""
     options.folder.mkdir(parents=True, exist_ok=True)
     found = {}
-    for name in VARIANTS:
+    for name in options.curves:
         path = options.folder / f"{name.replace(', ', '-').replace(' ', '-')}-{options.steps}x{options.context}.json"
         if not path.is_file():
             path.write_text(json.dumps(train(name, options)), encoding="utf-8")
@@ -161,8 +161,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--curves", choices=VARIANTS, nargs="+", default=list(VARIANTS), help="a quarter hour each")
     parser.add_argument("--folder", type=Path, default=Path("runs/vocab_filter"))
     options = parser.parse_args()
+    if "exact" not in options.curves:
+        parser.error("--curves needs `exact` among them: the others are compared with it.")
     torch.set_num_threads(1)
     for part in options.part:
         figures = measure_logits(options) if part == "logits" else measure_curve(options)
