@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM
 
-import planish
 from planish.cli import compress
 from planish.cli.compress import Options, read_order, read_words
 from planish.cli.main import main
@@ -366,7 +365,7 @@ def test_a_mixture_keeps_its_experts_and_loses_the_rest(model_folder, tmp_path, 
 
 
 def test_the_example_is_an_order():
-    path = Path(planish.__file__).parents[2] / "examples" / "compress.toml"
+    path = Path(__file__).parents[2] / "examples" / "compress.toml"
     words, settings = read_words([str(path)])
     order = read_order(parse_plain(Options, words, verb="compress"), settings)
     assert [(each.kind, each.share) for each in order.targets] == [("latency", 0.65)] * 2

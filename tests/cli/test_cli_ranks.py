@@ -27,7 +27,9 @@ def words(model_folder, text_file, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("mesh", [("--mesh.dp", 2), ("--mesh.replicate", 2), ("--mesh.pp", 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [("--mesh.dp", 2), ("--mesh.replicate", 2), ("--mesh.pp", 2, "--plan.pipeline", "1f1b")], ids=str
+)
 def test_what_does_not_fit_is_refused_by_every_rank_as_plan_says(torchrun, words, tmp_path, mesh):
     [(code, out, _)] = torchrun(*words("plan", *mesh, "--json"), ranks=1)
     tree = json.loads(out)
