@@ -78,7 +78,9 @@ def test_a_choice_that_is_none_is_refused(change, message):
 
 
 def test_fewer_layers_than_stages_are_refused():
-    with pytest.raises(UsageError, match=r"`layers` \(7\) must be at least the number of stages \(8\); try 7 stages"):
+    with pytest.raises(
+        UsageError, match=r"`mesh.pp` \(4\) takes 8 layers, 2 a rank by v-half, .* has 7; set `mesh.pp` to 3"
+    ):
         outcome(Pipeline(method="v-half"), Workload(layers=7, microbatches=4), 4)
 
 
