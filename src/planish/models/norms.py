@@ -8,11 +8,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from planish.models.part import Part
+from planish.models.part import Part, of_forwards
 from planish.peaks.activation.norms import Form, Norm, tiled_norm
 
 # Larger buffers gain nothing: one must only be long enough to hide the steps of Python between tiles.
-_MOST_TILE_BYTES = 4 * 2**20
+MOST_TILE_BYTES = 4 * 2**20
 _EPS = ("variance_epsilon", "eps")
 
 
@@ -33,16 +33,9 @@ def tile_norms(model: PreTrainedModel, tile_bytes: int) -> Part | None:
             known[type(module)] = _form(module, eps)
         form = known[type(module)]
         if form is not None:
-            module.forward = _forward(module, Norm(form=form, eps=eps, tile_bytes=min(tile_bytes, _MOST_TILE_BYTES)))
+            module.forward = _forward(module, Norm(form=form, eps=eps, tile_bytes=min(tile_bytes, MOST_TILE_BYTES)))
             done.append(module)
-    if not done:
-        return None
-
-    def restore() -> None:
-        for module in done:
-            del module.forward
-
-    return Part(sentence=f"{len(done)} norms: in tiles, their input alone waits for backward", restore=restore)
+    return of_forwards(done, f"{len(done)} norms: in tiles, their input alone waits for backward")
 
 
 def _forward(module: nn.Module, norm: Norm) -> Callable[[Tensor], Tensor]:

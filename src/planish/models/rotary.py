@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 
-from planish.models.part import Part
+from planish.models.norms import MOST_TILE_BYTES
+from planish.models.part import Part, of_forwards
 from planish.peaks.activation.rotary import rotated
 
 _NAME = "apply_rotary_pos_emb"
-# Larger buffers gain nothing: one must only be long enough to hide the steps of Python between tiles.
-_MOST_TILE_BYTES = 4 * 2**20
 
 Rotate = Callable[..., tuple[Tensor, Tensor]]
 
@@ -41,17 +40,10 @@ def tile_rotations(model: PreTrainedModel, tile_bytes: int) -> Part | None:
         if theirs not in known:
             known[theirs] = _is_ours(theirs)
         if known[theirs]:
-            ours = partial(_rotate, theirs, min(tile_bytes, _MOST_TILE_BYTES))
+            ours = partial(_rotate, theirs, min(tile_bytes, MOST_TILE_BYTES))
             module.forward = types.MethodType(_with(forward, ours), module)
             done.append(module)
-    if not done:
-        return None
-
-    def restore() -> None:
-        for module in done:
-            del module.forward
-
-    return Part(sentence=f"{len(done)} rotations of queries and keys: in tiles", restore=restore)
+    return of_forwards(done, f"{len(done)} rotations of queries and keys: in tiles")
 
 
 def _with(forward: Any, rotate: Rotate) -> Any:

@@ -5,6 +5,7 @@ step on. Those are taken that are no finer than they must be: small tiles cost t
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -115,8 +116,4 @@ def _halved(plan: Plan, tiles: tuple[Tile, ...], halvings: list[int]) -> Plan:
 
 def _least(does: Callable[[int], bool], most: int) -> int:
     """Return the least number for which `does`, as it does for `most`."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if does(middle) else (middle + 1, high)
-    return high
+    return bisect_left(range(most), True, key=does)

@@ -186,7 +186,7 @@ class Desk:
     @property
     def size(self) -> int:
         """Routes of a tile."""
-        return self._buffers["inner"].shape[0]
+        return self._buffers["outer"].shape[0]
 
     def add_outputs(self, rows: Rows, total: Tensor) -> None:
         """Add to `total` [R, D] each row's experts, weighted."""

@@ -35,11 +35,6 @@ class GroupedDesk(Desk):
         turned = weights.transposed
         self._ups, self._downs = (each if turned else each.transpose(1, 2) for each in (weights.up, weights.down))
 
-    @property
-    def size(self) -> int:
-        """Routes of a tile."""
-        return self._buffers["outer"].shape[0]
-
     def add_outputs(self, rows: Rows, total: Tensor) -> None:
         """See `Desk`."""
         buffers, flat = self._buffers, rows.scores.flatten()
