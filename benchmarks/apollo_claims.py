@@ -34,8 +34,8 @@ from planish.price.table import LayerTable
 from planish.runfile import RunFile
 from planish.sections import DataSection, ModelSection, TrainSection
 from planish.shapes import BatchShape
+from planish.train.dry_run import dry_run
 from planish.train.layer_table import fit_table
-from planish.train.predict import by_dry_run
 
 CONTEXT = 256
 GB, GIB = 10**9, 2**30
@@ -74,9 +74,7 @@ def one_device(folder: Path) -> dict[str, Any]:
     num_layers = SIZES["7B"]["num_hidden_layers"]
     for dtype in ("bf16-pure", "bf16"):
         plan = replace(BOUNDED, optim=replace(MINI, in_backward=True, weights="int8"))
-        two, three, four = (
-            by_dry_run(run_of(folder, "7B", plan, 1, dtype, each), num_layouts=1).phases for each in (2, 3, 4)
-        )
+        two, three, four = (dry_run(run_of(folder, "7B", plan, 1, dtype, each)).phases for each in (2, 3, 4))
         phases = {}
         for phase in set(two) - {"init"}:
             step = three[phase].peak_bytes - two[phase].peak_bytes
@@ -103,7 +101,7 @@ def peak_bytes(table: LayerTable, plan: Plan, optim: Optim, rows: int) -> int:
 
 def proven(folder: Path, size: str, plan: Plan, table: LayerTable, rows: int) -> dict[str, int]:
     """Return price and dry run of one step without buckets."""
-    dry = by_dry_run(run_of(folder, size, plan, rows), num_layouts=1).peak_bytes
+    dry = dry_run(run_of(folder, size, plan, rows)).peak_bytes
     price = peak_bytes(table, plan, plan.optim, rows) - parameter_bytes(table.tensors)
     return {"price_bytes": price, "dry_run_bytes": dry}
 

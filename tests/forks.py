@@ -37,10 +37,15 @@ def start_child(work: Callable[[], Any]) -> tuple[int, int]:
 
 
 def answer_of(child: int, read: int) -> Any:
-    """Return what a child has answered, once it has."""
-    with os.fdopen(read, "rb") as answer:
-        data = answer.read()
-    _, status = os.waitpid(child, 0)
+    """Return what a child has answered, once it has; one that takes too long ends with its stacks on stderr."""
+    try:
+        with os.fdopen(read, "rb") as answer:
+            data = answer.read()
+    except BaseException:  # a test's time is over
+        os.kill(child, signal.SIGABRT)
+        raise
+    finally:
+        _, status = os.waitpid(child, 0)
     if not data:
         raise AssertionError(f"a child ended with {os.waitstatus_to_exitcode(status)} and without an answer")
     result, error = pickle.loads(data)

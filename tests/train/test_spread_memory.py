@@ -89,13 +89,15 @@ def test_a_dry_run_is_the_ledger_of_the_first_rank_and_no_less_than_that_of_othe
             # The least of several steps: gloo's threads may let go of what they have sent a moment late.
             peaks = [each.phases[phase] for each in (held_outs if phase == "eval" else steps)]
             real = min(peaks, key=lambda peak: peak.peak_bytes)
+            # A moment that one of them makes as high as the highest comes first, and says what it holds.
+            said = [peak.categories for peak in peaks if peak.peak_bytes == real.peak_bytes]
             scalars = 8 * num_params if phase == "optimizer" else 0
             found = dry.phases[phase]
             assert real.peak_bytes <= found.peak_bytes + scalars, phase
             if rank == mesh.get("cp", 1) - 1:  # with the last span of the first rows
                 assert found.peak_bytes - real.peak_bytes <= scalars, phase
                 if not scalars:
-                    assert found.categories == real.categories, phase
+                    assert found.categories in said, phase
 
 
 def test_a_process_may_answer_again(model_folder, text_file):
