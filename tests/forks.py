@@ -5,7 +5,7 @@ import pickle
 import signal
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 def run_in_child(work: Callable[[], Any]) -> Any:
     """Return what `work` returns in a forked process."""
-    return answer_of(*start_child(work))
+    return answers_of([start_child(work)])[0]
 
 
 def start_child(work: Callable[[], Any]) -> tuple[int, int]:
@@ -36,16 +36,23 @@ def start_child(work: Callable[[], Any]) -> tuple[int, int]:
     return child, read
 
 
-def answer_of(child: int, read: int) -> Any:
-    """Return what a child has answered, once it has; one that takes too long ends with its stacks on stderr."""
+def answers_of(children: list[tuple[int, int]]) -> list[Any]:
+    """Return what each child has answered; where one fails or takes too long, all end, with their stacks on stderr."""
     try:
-        with os.fdopen(read, "rb") as answer:
-            data = answer.read()
-    except BaseException:  # a test's time is over
-        os.kill(child, signal.SIGABRT)
+        return [answer_of(*child) for child in children]
+    except BaseException:
+        for child, _ in children:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(child, signal.SIGABRT)
+                os.waitpid(child, 0)
         raise
-    finally:
-        _, status = os.waitpid(child, 0)
+
+
+def answer_of(child: int, read: int) -> Any:
+    """Return what a child has answered, once it has."""
+    with os.fdopen(read, "rb") as answer:
+        data = answer.read()
+    _, status = os.waitpid(child, 0)
     if not data:
         raise AssertionError(f"a child ended with {os.waitstatus_to_exitcode(status)} and without an answer")
     result, error = pickle.loads(data)

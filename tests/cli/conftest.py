@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from forks import answer_of, launched_store, start_child
+from forks import answers_of, launched_store, start_child
 from planish.cli.main import main
 
 
@@ -63,6 +63,6 @@ def torchrun():
             work = [functools.partial(take_part, words, rank, ranks, port, before) for rank in range(ranks)]
             children = [start_child(each) for each in work]
             meanwhile([process for process, _ in children])
-            return [answer_of(*child) for child in children]
+            return answers_of(children)
 
     return run

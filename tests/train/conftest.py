@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from forks import answer_of, launched_store, run_in_child, start_child
+from forks import answers_of, launched_store, run_in_child, start_child
 from planish.comm.world import World, join
 from planish.runfile import load
 from planish.sections import MeshSection
@@ -39,7 +39,7 @@ def run_ranks(
 
     with launched_store() as port:
         children = [start_child(functools.partial(take_part, port, rank)) for rank in range(size)]
-        return [answer_of(*child) for child in children]
+        return answers_of(children)
 
 
 def measure_peak(work: Callable[[], object], warm_up: Callable[[], object]) -> int:
