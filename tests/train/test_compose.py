@@ -1,11 +1,13 @@
 """Every method at once over four ranks, each group a view of the same ones: the numbers of one process."""
 
 import dataclasses
+import types
 from itertools import combinations
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from planish.comm.world import ALONE
 from planish.methods import Blocked, Plan, Ring
@@ -13,9 +15,9 @@ from planish.sections import MeshSection
 from train.rank_steps import next_losses, train_and_save, train_in_float64
 
 STEPS, ROWS = 10, 8
-EVERYTHING = [
-    ("plan.vocab.method", "ring"),
-    ("plan.vocab.tile_bytes", 2**16),
+RING = [("plan.vocab.method", "ring"), ("plan.vocab.tile_bytes", 2**16)]
+IN_STAGES = [("plan.vocab.tile_bytes", 2**16), ("plan.pipeline.method", "1f1b")]
+EVERYWHERE = [
     ("plan.dispatch.method", "pipelined"),
     ("plan.dispatch.borrow_routes", 1),
     ("plan.dispatch.block_rows", 13),
@@ -25,16 +27,23 @@ EVERYTHING = [
     ("plan.optim.disk", "64MiB"),
     ("plan.optim.chunk_bytes", 2**14),
 ]
+EVERYTHING = [*RING, *EVERYWHERE]
 TILED = [("plan.activation.method", "tiled"), ("plan.activation.tile_bytes", 2**12)]
 ALONE_TOO = [("plan.dispatch.method", "pipelined"), ("train.clip", 0.5), ("train.steps", STEPS)]
 SIX = {"num_experts": 6}
 MESH = {"dp": 4, "cp": 2, "ep": 4, "vp": 2}
-FAST = [("qwen3-moe", MESH, SIX, [])]
+STAGES = {"pp": 2, "dp": 2, "cp": 2, "ep": 2}
+LAYERS = {"num_hidden_layers": 4}
+SHORT = [("train.steps", 3)]
+FAST = [("qwen3-moe", MESH, SIX, SHORT), ("deepseek-v3", STAGES, LAYERS, TILED + SHORT)]
 SLOW = [
+    ("qwen3-moe", MESH, SIX, []),
     ("qwen3-moe", {"dp": 4, "cp": 4, "ep": 2, "vp": 4}, SIX, [("plan.boundary.keep_attention", True)]),
     ("qwen3-moe", {"dp": 2, "replicate": 2, "cp": 2, "ep": 2, "vp": 2}, SIX, []),
     ("deepseek-v3", MESH, {}, TILED),
     ("deepseek-v3", {"dp": 4, "cp": 4, "ep": 4, "vp": 4}, {}, TILED),
+    ("qwen3-moe", STAGES, SIX | LAYERS, []),
+    ("deepseek-v3", STAGES, LAYERS, [*TILED, ("plan.boundary.keep_attention", True)]),
 ]
 # Each method: what it needs of the mesh, the peak that it bounds, its settings, and those that it needs of one rank.
 METHODS = {
@@ -63,31 +72,79 @@ PAIRS = [
 pytestmark = pytest.mark.filterwarnings("ignore:`tile_bytes`:UserWarning")
 
 
+@pytest.fixture
+def routed_in_float64(monkeypatch):
+    """DeepSeek's router as transformers wrote it, but in float64: it rounds to float32 whatever the model's dtype."""
+
+    class Wide(types.ModuleType):
+        float32 = torch.float64
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    theirs = DeepseekV3TopkRouter.forward
+    forward = types.FunctionType(theirs.__code__, {**theirs.__globals__, "torch": Wide("torch")})
+    monkeypatch.setattr(DeepseekV3TopkRouter, "forward", forward)
+
+
+@pytest.fixture
+def both(run_of, tiny_model, tiny_tokenizer, text_file, ranks, tmp_path):
+    """Return (family, mesh, config, settings, dtypes) -> numbers and weights of one process in each dtype, and of each
+    rank in the last."""
+    same = [*ALONE_TOO, ("train.global_tokens", ROWS * 16), ("data.eval", [str(text_file)]), ("data.eval_tokens", 112)]
+    folders = [(f"plan.{peak}.folder", str(tmp_path)) for peak in ("boundary", "optim")]
+
+    def train(family, mesh, config, settings, dtypes=(torch.float64,)):
+        steps = [each for each in settings if each[0] == "train.steps"]
+        one = run_of(family, None, *same, *steps, **config)
+        head = IN_STAGES if "pp" in mesh else RING
+        many = run_of(family, mesh, *same, *head, *EVERYWHERE, *folders, *settings, **config)
+
+        def trained(run, world, dtype):
+            model = tiny_model(family, **config).to(dtype)  # what transformers keeps in float32 too
+            return train_in_float64(run, model, tiny_tokenizer, world)
+
+        return *(trained(one, ALONE, each) for each in dtypes), ranks(
+            lambda world: trained(many, world, dtypes[-1]), **mesh
+        )
+
+    return train
+
+
 @pytest.mark.parametrize(
     ("family", "mesh", "config", "settings"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
 )
-def test_everything_together_is_one_process(
-    run_of, tiny_model, tiny_tokenizer, text_file, ranks, tmp_path, family, mesh, config, settings
-):
-    """Sharded weights, spans of rows, experts, vocabulary, far boundaries and far optimizer state, accumulation,
-    clipping and evaluation."""
-    same = [*ALONE_TOO, ("train.global_tokens", ROWS * 16), ("data.eval", [str(text_file)]), ("data.eval_tokens", 112)]
-    folders = [(f"plan.{peak}.folder", str(tmp_path)) for peak in ("boundary", "optim")]
-    one = run_of(family, None, *same, **config)
-    many = run_of(family, mesh, *same, *EVERYTHING, *folders, *settings, **config)
-
-    def trained(run, world):
-        return train_in_float64(run, tiny_model(family, dtype=torch.float64, **config), tiny_tokenizer, world)
-
-    tolerance = 1e-6 if family == "deepseek-v3" else 1e-10  # which routes in float32, whatever the model's dtype
-    expected, weights = trained(one, ALONE)
-    assert len(expected) == STEPS + 1
-    assert any(norm > one.train.clip for _, norm, *_ in expected[:STEPS])
-    for found, found_weights in ranks(lambda world: trained(many, world), **mesh):
+@pytest.mark.usefixtures("routed_in_float64")
+def test_everything_together_is_one_process(both, family, mesh, config, settings):
+    """Sharded weights, spans of rows, experts, vocabulary, stages, far boundaries and far optimizer state,
+    accumulation, clipping and evaluation."""
+    (expected, weights), many = both(family, mesh, config, settings)
+    assert len(expected) == dict([("train.steps", STEPS), *settings])["train.steps"] + 1
+    assert any(norm > dict(ALONE_TOO)["train.clip"] for _, norm, *_ in expected[:-1])
+    seen = set()
+    for found, found_weights in many:
         for before, now in zip(expected, found, strict=True):
-            assert now == pytest.approx(before, rel=tolerance)
-        for name, weight in weights.items():
-            assert torch.allclose(found_weights[name], weight, rtol=tolerance, atol=tolerance), name
+            assert now == pytest.approx(before, rel=1e-10)
+        for name, weight in found_weights.items():
+            assert torch.allclose(weight, weights[name], rtol=1e-10, atol=1e-10), name
+        seen |= set(found_weights)
+    assert seen == set(weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "mesh", "config"), [("qwen3-moe", MESH, SIX), ("deepseek-v3", MESH, {}), ("deepseek-v3", STAGES, LAYERS)]
+)
+def test_everything_together_in_float32_is_as_near_to_float64_as_one_process(both, family, mesh, config):
+    exact, (plain, weights), many = both(family, mesh, config, TILED, (torch.float64, torch.float32))
+    noise = max(abs(a - b) / b for [a, *_], [b, *_] in zip(plain, exact[0], strict=True))
+    weights_noise = max((each.double() - exact[1][name]).abs().max().item() for name, each in weights.items())
+    unit = torch.finfo(torch.float32).eps
+    for found, found_weights in many:
+        for (loss, *_), (right, *_) in zip(found, exact[0], strict=True):
+            assert loss == pytest.approx(right, rel=2 * noise + unit)
+        for name, weight in found_weights.items():
+            assert (weight.double() - exact[1][name]).abs().max() <= 2 * weights_noise + unit, name
 
 
 @pytest.mark.slow
