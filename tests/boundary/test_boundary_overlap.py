@@ -20,6 +20,8 @@ def virtual_step(model, copy_s, every):
     """Return the exposed seconds of one step whose layers take FORWARD_S and BACKWARD_S."""
     clock = Clock()
     tier = simulated_tier(HostSlab(NUM * slot_bytes(NBYTES), lock=False), clock, bytes_per_s=NBYTES / copy_s)
+    for lane in tier.lanes.values():
+        lane.seen = []
     plan = Boundaries(num_boundaries=NUM, num_slots=NUM, every=every)
     with BoundaryStore(plan, depth=Depth(num_boundaries=NUM, boundary_bytes=NBYTES), tiers=[tier]) as store:
 
@@ -54,6 +56,14 @@ def test_a_link_half_as_fast_as_a_layer_shows_half_of_its_time_in_forward(stack)
     assert exposed_s == pytest.approx(7 * 1.0)  # seven copies of two seconds behind layers of one
     exposed_s, _ = virtual_step(stack(NUM), 4.0, 1)
     assert exposed_s == pytest.approx(7 * 3.0 + 7 * 1.0)
+
+
+def test_each_copy_is_under_way_beside_the_layer_after_it(stack):
+    _, tier = virtual_step(stack(NUM), 0.5, 1)
+    forward, turn = range(NUM - 1), NUM * FORWARD_S
+    assert tier.lanes["simulated-out"].seen == [(layer * FORWARD_S, layer * FORWARD_S + 0.5) for layer in forward]
+    back = [turn + layer * BACKWARD_S for layer in forward]  # the one before, while a layer is computed again
+    assert tier.lanes["simulated-in"].seen == [(start, start + 0.5) for start in back]
 
 
 def test_in_real_threads_at_least_nine_tenths_are_hidden_where_the_price_says_so(stack):

@@ -67,12 +67,16 @@ class FarTier:
         return region.last_read
 
     @property
+    def lanes(self) -> dict[str, Lane]:
+        """Both lanes, by name."""
+        return {f"{self.name}-out": self.outward, f"{self.name}-in": self.inward}
+
+    @property
     def traffic(self) -> dict[str, Traffic]:
         """What each lane did, by its name."""
-        lanes = (("out", self.outward, self.written_bytes), ("in", self.inward, self.read_bytes))
         return {
-            f"{self.name}-{name}": Traffic(nbytes=nbytes, busy_s=lane.busy_s, waited_s=lane.waited_s)
-            for name, lane, nbytes in lanes
+            name: Traffic(nbytes=nbytes, busy_s=lane.busy_s, waited_s=lane.waited_s)
+            for (name, lane), nbytes in zip(self.lanes.items(), (self.written_bytes, self.read_bytes), strict=True)
         }
 
     @property

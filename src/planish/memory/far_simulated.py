@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from planish.memory.far import FarTier
-from planish.memory.lanes import Event, InlineLane, Medium, ThreadLane, Transfer
+from planish.memory.lanes import Event, InlineLane, Medium, Span, ThreadLane, Transfer, note
 
 
 class Throttled:
@@ -73,6 +73,7 @@ class VirtualLane:
 
     def __init__(self, clock: Clock, *, bytes_per_s: float) -> None:
         self.busy_s = self.waited_s = 0.0
+        self.seen: list[Span] | None = None
         self.clock = clock
         self._bytes_per_s = bytes_per_s
         self._free_s = 0.0
@@ -87,6 +88,7 @@ class VirtualLane:
         seconds = transfer.nbytes / self._bytes_per_s
         self.busy_s += seconds
         self._free_s = max(starts) + seconds
+        note(self, max(starts), self._free_s)
         return _VirtualEvent(self, self._free_s)
 
     def close(self) -> None:

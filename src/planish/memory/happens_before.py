@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from planish.memory.far import FarTier
-from planish.memory.lanes import Event, Lane, Transfer
+from planish.memory.lanes import Event, Lane, Span, Transfer
 
 _CALLER = "caller"
 _NEAR = "near memory"
@@ -95,6 +95,7 @@ class Journal:
 class _WatchedLane:
     def __init__(self, journal: Journal, lane: Lane, name: str) -> None:
         self._journal, self._lane, self._name = journal, lane, name
+        self.seen: list[Span] | None = None
 
     @property
     def busy_s(self) -> float:

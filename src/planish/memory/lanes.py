@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from planish.memory.slab import Region
 
 
+Span = tuple[float, float]
+"""When something began and when it was over, in seconds of `time.perf_counter`."""
+
+
 class Medium(Protocol):
     """Where far bytes lie; `store` and `load` move one contiguous tensor, in the lane that calls them."""
 
@@ -77,10 +81,12 @@ class Lane(Protocol):
     Attributes:
         busy_s: Seconds spent on transfers; 0 where a device keeps its own time.
         waited_s: Seconds that callers spent waiting for them.
+        seen: When each transfer ran, while someone wants to know; else None. A device's streams do not say.
     """
 
     busy_s: float
     waited_s: float
+    seen: list[Span] | None
 
     def submit(self, transfer: Transfer, *, after: Iterable[Event] = ()) -> Event:
         """Begin `transfer` once those before it and `after` are done, and after what the caller did so far."""
@@ -96,6 +102,7 @@ class InlineLane:
 
     def __init__(self) -> None:
         self.busy_s = self.waited_s = 0.0
+        self.seen: list[Span] | None = None
 
     def submit(self, transfer: Transfer, *, after: Iterable[Event] = ()) -> Event:
         """Do it now."""
@@ -106,6 +113,7 @@ class InlineLane:
         seconds = time.perf_counter() - started
         self.busy_s += seconds
         self.waited_s += seconds
+        note(self, started, started + seconds)
         return _DONE
 
     def close(self) -> None:
@@ -129,6 +137,7 @@ class ThreadLane:
 
     def __init__(self, name: str) -> None:
         self.busy_s = self.waited_s = 0.0
+        self.seen: list[Span] | None = None
         self._queue: queue.SimpleQueue[_ThreadEvent | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -168,7 +177,9 @@ class _ThreadEvent:
                 transfer.ready.synchronize()
             started = time.perf_counter()
             transfer.run()
-            self._lane.busy_s += time.perf_counter() - started
+            ended = time.perf_counter()
+            self._lane.busy_s += ended - started
+            note(self._lane, started, ended)
         except Exception as error:
             self._error = error  # raised where someone waits
         self._work = None
@@ -198,6 +209,7 @@ class StreamLane:
 
     def __init__(self, device: torch.device) -> None:
         self.busy_s = self.waited_s = 0.0
+        self.seen: list[Span] | None = None
         self._stream = torch.Stream(device)
         self._pending: deque[_StreamEvent] = deque()
 
@@ -231,6 +243,13 @@ class _StreamEvent:
         if self.transfer is not None:
             torch.accelerator.current_stream(self.transfer.tensor.device).wait_event(self.raw)
             self.transfer = None
+
+
+def note(lane: Lane, start_s: float, end_s: float) -> None:
+    """Say that `lane` was at work from `start_s` to `end_s`, where someone wants to know."""
+    seen = lane.seen
+    if seen is not None:
+        seen.append((start_s, end_s))
 
 
 def mark(tensor: Tensor) -> torch.Event | None:

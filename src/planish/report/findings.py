@@ -1,11 +1,14 @@
 """What a run's record says, in sentences and rows; every number is the record's or computed from it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 from statistics import median
 
-from planish.report.record import Holder, PhasePeak, PipelineStep, RunRecord, Series, is_number
+from planish.report.record import Holder, LaneStep, PhasePeak, PipelineStep, RunRecord, Series, is_number
 from planish.units import format_bytes
+
+COMPUTE = "compute"
+Span = tuple[float, float]
 
 # Of the lanes' time, what may be waited for before it is worth a word; and the coarsest choice that is proposed.
 _HIDDEN = 0.1
@@ -130,6 +133,30 @@ def lanes(record: RunRecord) -> dict[str, dict[str, float]]:
                 lane = found.setdefault(parts[1], {"bytes": 0.0, "busy_s": 0.0, "waited_s": 0.0})
                 lane[parts[2]] = lane.get(parts[2], 0.0) + value
     return found
+
+
+def lanes_finding(step: LaneStep) -> str:
+    """Return how much of the collectives' and copies' time was behind computation."""
+    beside = [span for name, spans in step.lanes.items() if name != COMPUTE for span in spans]
+    busy_s, hidden_s = behind(beside, step.lanes.get(COMPUTE, ()))
+    if not busy_s:
+        return f"Nothing ran beside the computation in step {step.step}"
+    return f"{hidden_s / busy_s:.0%} of the time of collectives and copies was behind computation in step {step.step}"
+
+
+def behind(spans: Iterable[Span], compute: Sequence[Span]) -> tuple[float, float]:
+    """Return the seconds of `spans`, those at once counted once, and how many of them `compute` covers."""
+    busy_s = hidden_s = 0.0
+    ended, index = 0.0, 0
+    for begins, end in sorted(spans):
+        start = max(begins, ended)
+        if end <= start:
+            continue
+        ended, busy_s = end, busy_s + end - start
+        while index < len(compute) and compute[index][1] <= start:
+            index += 1
+        hidden_s += sum(max(0.0, min(end, last) - max(start, first)) for first, last in compute[index:])
+    return busy_s, hidden_s
 
 
 def pipeline_finding(pipeline: PipelineStep) -> str:

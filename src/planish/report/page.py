@@ -9,9 +9,10 @@ from planish.errors import WorldFailed
 from planish.report import findings
 from planish.report.curves import Curve, Level, draw_curves
 from planish.report.frame import legend
+from planish.report.lanes import draw_lanes
 from planish.report.moment import draw_moment
 from planish.report.phases import draw_phases
-from planish.report.record import PhasePeak, PipelineStep, RunRecord, used_categories
+from planish.report.record import LaneStep, PhasePeak, PipelineStep, RunRecord, used_categories
 from planish.report.style import STYLE
 from planish.report.svg import Markup, element
 from planish.report.tables import categories_table, facts_list, holders_table, tiles
@@ -73,6 +74,8 @@ def _sections(record: RunRecord) -> Iterator[Markup]:
         yield _phases(record)
     if record.pipeline is not None:
         yield _pipeline(record.pipeline)
+    if record.lanes is not None:
+        yield _lanes(record.lanes)
     yield from _loss(record)
     yield element("div", {"class": "pair"}, *_speed(record), *_step_peaks(record), *_bits_per_byte(record))
 
@@ -103,6 +106,14 @@ def _pipeline(pipeline: PipelineStep) -> Markup:
         pictures += [element("p", {"class": "sub"}, what), element("div", {"class": "wide"}, image)]
     said = "Passes of each rank, numbered by microbatch; planned times are scaled to the measured passes' sum."
     return _section(findings.pipeline_finding(pipeline), said, *pictures)
+
+
+def _lanes(step: LaneStep) -> Markup:
+    said = (
+        "When the first rank computed, and when its collectives and copies were under way; beside each, how long, and "
+        "how much of it behind the computation."
+    )
+    return _section(findings.lanes_finding(step), said, draw_lanes(step))
 
 
 def _loss(record: RunRecord) -> Iterator[Markup]:
@@ -162,8 +173,8 @@ def _figure(
 def _footer(record: RunRecord) -> Iterator[Markup]:
     notes = [element("li", {}, note) for note in record.notes]
     sources = (
-        "Every number comes from the run folder: run.toml, plan.toml, metrics.jsonl, memory.jsonl, plan.json. "
-        "1 GiB = 2^30 bytes."
+        "Every number comes from the run folder: run.toml, plan.toml, metrics.jsonl, memory.jsonl, plan.json, "
+        "lanes.json. 1 GiB = 2^30 bytes."
     )
     yield element("footer", {}, *([element("ul", {}, *notes)] if notes else []), sources)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import UsageError
-from planish.report.record import PHASES, Holder, PhasePeak, PipelineStep, Point, Predicted, RunRecord
+from planish.report.record import PHASES, Holder, LaneStep, PhasePeak, PipelineStep, Point, Predicted, RunRecord
 from planish.units import parse_bytes
 
 _MALFORMED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
@@ -43,6 +43,7 @@ def read_run(path: Path) -> RunRecord:
             predicted=_read_predicted(path / "plan.json", notes),
             exceeded=exceeded.read_text(encoding="utf-8", errors="replace").strip() if exceeded.is_file() else None,
             pipeline=_read_pipeline(path, notes),
+            lanes=_read_lanes(path / "lanes.json", notes),
             notes=tuple(notes),
         )
     except OSError as error:
@@ -151,6 +152,22 @@ def _read_pipeline(path: Path, notes: list[str]) -> PipelineStep | None:
         )
     except (*_MALFORMED, FileNotFoundError):
         notes.append(f"{file.name} and its pictures are not what this version reads and were left out.")
+        return None
+
+
+def _read_lanes(path: Path, notes: list[str]) -> LaneStep | None:
+    if not path.is_file():
+        return None
+    try:
+        tree = json.loads(path.read_bytes())
+        lanes = {
+            str(name): tuple((float(start), float(end)) for start, end in spans)
+            for name, spans in tree["lanes"].items()
+            if spans
+        }
+        return LaneStep(step=int(tree["step"]), lanes=lanes) if lanes else None
+    except _MALFORMED:
+        notes.append(f"{path.name} is not what this version reads and was left out.")
         return None
 
 

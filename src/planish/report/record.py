@@ -86,6 +86,20 @@ class PipelineStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaneStep:
+    """One step of the first rank, lane by lane.
+
+    Attributes:
+        step: Which one.
+        lanes: When each was at work, in seconds since the step began, without overlaps; "compute" is what the others
+            may hide behind.
+    """
+
+    step: int
+    lanes: Mapping[str, tuple[tuple[float, float], ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
     """What a run folder says.
 
@@ -102,6 +116,7 @@ class RunRecord:
         exceeded: The text of `budget-exceeded.txt`; None where there is no such file.
         notes: What could not be read, a sentence each.
         pipeline: A step whose passes were measured; None where no stages ran.
+        lanes: A step whose lanes were measured; None where nothing ran beside the computation.
     """
 
     path: Path
@@ -116,6 +131,7 @@ class RunRecord:
     exceeded: str | None
     notes: tuple[str, ...]
     pipeline: PipelineStep | None = None
+    lanes: LaneStep | None = None
 
     def setting(self, section: str, key: str) -> Any:
         """Return a setting of the run file; None where it is not given."""

@@ -13,6 +13,7 @@ from planish.data.batch import Batch
 from planish.data.cursor import FeedPosition
 from planish.data.feed import Feed, check_readable, deal, eval_batches, open_feed
 from planish.memory.far import Traffic
+from planish.memory.lanes import Lane
 from planish.memory.ledger import Ledger
 from planish.models.int8 import loads_on_host, settle
 from planish.models.load import load_model, load_tokenizer, run_device, sketch_model
@@ -61,6 +62,12 @@ class Job:
         """What each lane of far memory has carried."""
         lanes = {lane: each for tier in self.engine.tiers for lane, each in tier.traffic.items()}
         return lanes | (self.optimizer.traffic if isinstance(self.optimizer, StreamAdamW) else {})
+
+    @property
+    def lanes(self) -> dict[str, Lane]:
+        """The lanes of far memory, by name."""
+        optim = self.optimizer.tiers if isinstance(self.optimizer, StreamAdamW) else ()
+        return {name: lane for tier in (*self.engine.tiers, *optim) for name, lane in tier.lanes.items()}
 
 
 class RankFeed:

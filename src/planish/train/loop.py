@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -40,13 +40,23 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """What the loop calls besides training, each with its step; `keep_within` returns the job of the next one."""
+    """What the loop calls besides training, each with its step.
+
+    Attributes:
+        on_step: Takes what a step did.
+        evaluate: Evaluates.
+        save: Writes a checkpoint.
+        stop_requested: Says whether to end.
+        keep_within: Returns the job of the next step.
+        watch: What a step runs inside.
+    """
 
     on_step: Callable[[StepReport], None]
     evaluate: Callable[[int], None]
     save: Callable[[int], None]
     stop_requested: Callable[[], bool]
     keep_within: Callable[[Job, int], Job] = lambda job, _step: job
+    watch: Callable[[int], AbstractContextManager[object]] = lambda _step: nullcontext()
 
 
 def train(job: Job, *, first_step: int, hooks: Hooks) -> None:
@@ -61,7 +71,9 @@ def train(job: Job, *, first_step: int, hooks: Hooks) -> None:
     settings = job.run
     for step in range(first_step, settings.train.steps + 1):
         with in_step(step):
-            hooks.on_step(train_step(job, step))
+            with hooks.watch(step):
+                report = train_step(job, step)
+            hooks.on_step(report)
             stopping, last = job.engine.world.max(hooks.stop_requested()) > 0, step == settings.train.steps
             if stopping or _due(step, settings.save.every, last=last):
                 hooks.save(step)

@@ -15,7 +15,7 @@ from planish.errors import UsageError, WorldFailed
 _LOCK = ".lock"
 # What a run writes beside its checkpoints and `run.toml`, which marks a run folder.
 _WRITTEN = ("plan.toml", "plan.json", "metrics.jsonl", "memory.jsonl", "report.html", "latest")
-_WRITTEN += ("pipeline.json", "pipeline-planned.svg", "pipeline-measured.svg")
+_WRITTEN += ("pipeline.json", "pipeline-planned.svg", "pipeline-measured.svg", "lanes.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

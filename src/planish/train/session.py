@@ -35,7 +35,11 @@ from planish.train.loop import Hooks, StepReport, train
 from planish.train.run_folder import JsonLines, RunFolder, write_atomically
 from planish.train.saver import Saver, optimizer_tensors
 from planish.train.stop import StopSignal
-from planish.train.timelines import write_timelines
+from planish.train.timelines import write_lanes, write_timelines
+from planish.train.watch import StepWatch
+
+# Which of a run's steps is watched.
+_WATCHED = 3
 
 
 class View(Protocol):
@@ -139,6 +143,7 @@ class _Records:
 
     def __init__(self, folder: RunFolder, job: Job, view: View, meter: ProcessMeter, *, saved_step: int) -> None:
         self._done_step, self._position = saved_step, job.feed.position
+        self._watched_step = saved_step + _WATCHED
         self._folder, self._job, self._view, self._meter = folder, job, view, meter
         self._saver = Saver(folder, job.engine.world, job.behind, saved_step=saved_step, note=view.note)
         self._world = job.engine.world
@@ -167,6 +172,7 @@ class _Records:
             save=self.save,
             stop_requested=lambda: stop.requested,
             keep_within=self.keep_within,
+            watch=self.watch,
         )
 
     @contextmanager
@@ -190,6 +196,18 @@ class _Records:
             raise UsageError(f"{error} {self._kept()}") from error
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"stopped at once. {self._kept()}") from None
+
+    @contextmanager
+    def watch(self, step: int) -> Iterator[None]:
+        """Note what each lane does in one step, after first ones that are like no others; a GPU keeps its own time."""
+        job = self._job
+        alone = self._world.size == 1 and not job.lanes
+        if step != self._watched_step or alone or not self._folder.leads or job.engine.device.type != "cpu":
+            yield
+            return
+        with StepWatch(job.lanes) as watch:
+            yield
+        write_lanes(self._folder.path, step, watch.spans())
 
     def _write_table(self, sentence: str, table: str) -> Path:
         """Write what was alive, by category and by module."""

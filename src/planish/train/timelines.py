@@ -1,9 +1,11 @@
-"""A step of a pipeline in the run folder: numbers in `pipeline.json`, and two pictures, as planned and as it ran."""
+"""One step in the run folder: its lanes in `lanes.json`; of a pipeline numbers in `pipeline.json`, and two pictures."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from planish.memory.lanes import Span
 from planish.pipeline.draw import to_svg
 from planish.pipeline.observed import Pass
 from planish.pipeline.simulate import Timeline
@@ -26,6 +28,16 @@ def write_timelines(folder: Path, step: int, planned: Timeline, seen: Timeline) 
     }
     for name, text in zip(WRITTEN, (json.dumps(tree), *_pictures(planned, seen)), strict=True):
         write_atomically(folder / name, text)
+
+
+def write_lanes(folder: Path, step: int, lanes: Mapping[str, Sequence[Span]]) -> None:
+    """Write when each lane was at work in a step.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    spans = {name: [[round(each, 6) for each in span] for span in lane] for name, lane in lanes.items()}
+    write_atomically(folder / "lanes.json", json.dumps({"step": step, "lanes": spans}))
 
 
 def read_passes(folder: Path) -> list[Pass] | None:
