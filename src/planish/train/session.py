@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol
@@ -35,11 +35,8 @@ from planish.train.loop import Hooks, StepReport, train
 from planish.train.run_folder import JsonLines, RunFolder, write_atomically
 from planish.train.saver import Saver, optimizer_tensors
 from planish.train.stop import StopSignal
-from planish.train.timelines import write_lanes, write_timelines
-from planish.train.watch import StepWatch
-
-# Which of a run's steps is watched.
-_WATCHED = 3
+from planish.train.timelines import write_timelines
+from planish.train.watch import WATCHED, watched
 
 
 class View(Protocol):
@@ -143,7 +140,7 @@ class _Records:
 
     def __init__(self, folder: RunFolder, job: Job, view: View, meter: ProcessMeter, *, saved_step: int) -> None:
         self._done_step, self._position = saved_step, job.feed.position
-        self._watched_step = saved_step + _WATCHED
+        self._watched_step = saved_step + WATCHED
         self._folder, self._job, self._view, self._meter = folder, job, view, meter
         self._saver = Saver(folder, job.engine.world, job.behind, saved_step=saved_step, note=view.note)
         self._world = job.engine.world
@@ -197,17 +194,10 @@ class _Records:
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"stopped at once. {self._kept()}") from None
 
-    @contextmanager
-    def watch(self, step: int) -> Iterator[None]:
-        """Note what each lane does in one step, after first ones that are like no others; a GPU keeps its own time."""
-        job = self._job
-        alone = self._world.size == 1 and not job.lanes
-        if step != self._watched_step or alone or not self._folder.leads or job.engine.device.type != "cpu":
-            yield
-            return
-        with StepWatch(job.lanes) as watch:
-            yield
-        write_lanes(self._folder.path, step, watch.spans())
+    def watch(self, step: int) -> AbstractContextManager[None]:
+        """Note what each lane does in one step, after first ones that are like no others."""
+        due = step == self._watched_step and self._folder.leads
+        return watched(self._job, self._folder.path, step) if due else nullcontext()
 
     def _write_table(self, sentence: str, table: str) -> Path:
         """Write what was alive, by category and by module."""

@@ -7,14 +7,18 @@ next operation begins; what is sent to one rank or received from one is over onc
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from planish.memory.lanes import Lane, Span
+from planish.train.job import Job
+from planish.train.timelines import write_lanes
 
 _COLLECTIVES = {
     "alltoall_base_": "all-to-all",
@@ -31,6 +35,9 @@ _COLLECTIVES = {
     "recv_": "ring",
 }
 _WAITED_FOR = ("send", "recv_")
+WATCHED = 3
+"""Which of a run's steps is watched."""
+
 _MOST_SPANS = 500
 
 
@@ -118,6 +125,22 @@ class StepWatch(TorchDispatchMode):
             else:
                 going.append((lane, start, work))
         self._open = going
+
+
+@contextmanager
+def watched(job: Job, folder: Path, step: int) -> Iterator[None]:
+    """Note what each lane does meanwhile, where any is beside the computation; a GPU keeps its own time.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    alone = job.engine.world.size == 1 and not job.lanes
+    if alone or job.engine.device.type != "cpu":
+        yield
+        return
+    with StepWatch(job.lanes) as watch:
+        yield
+    write_lanes(folder, step, watch.spans())
 
 
 def thinned(spans: Iterable[Span], most: int = _MOST_SPANS) -> list[Span]:
