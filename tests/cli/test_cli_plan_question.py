@@ -49,7 +49,7 @@ def test_json_is_one_object(plan):
     assert tree["peak_bytes"] == max(each["peak_bytes"] for each in tree["phases"].values())
     step = tree["step_s"]
     shown = step["communication"] + step["offload"] - step["hidden_communication"] - step["hidden_offload"]
-    assert step["total"] == pytest.approx(step["compute"] + shown + step["optimizer"])
+    assert step["total"] == pytest.approx(step["compute"] + shown + step["optimizer"] + step["turns"])
     assert 0 < tree["mfu"] < 1
     assert tree["plan"]["plan"]["vocab"]["method"] in ("plain", "blocked")
 
@@ -240,3 +240,22 @@ def test_the_proof_stands_beside_the_prices(plan, tmp_path):
     assert min(proof["differences"].values()) > -0.005
     assert max(proof["differences"].values()) < 0.05  # a model this small is mostly what is gathered
     assert (code, err) == (6 if max(proof["differences"].values()) > 0.005 else 0, "")
+
+
+def test_stages_may_be_asked_for(plan):
+    words = [*ASK, "--batch-tokens", "128K", "--mesh.pp"]
+    code, out, err = plan(*words, "4", "--json")
+    assert (code, err) == (0, "")
+    tree = json.loads(out)
+    assert (tree["plan"]["mesh"]["dp"], tree["plan"]["mesh"]["pp"]) == (2, 4)
+    assert len(tree["peak_bytes_by_rank"]) == 4
+    step = tree["step_s"]
+    assert step["turns"] == pytest.approx(3 / (tree["microbatches"] + 3) * (step["total"] - step["optimizer"]))
+    assert "waiting for turns" in plan(*words, "4")[1]
+    code, _, err = plan(*words, "4", "--mesh.vp", "2")
+    assert code == 2
+    assert "leave it out" in err
+    deep = ["plan", "--model", "llama-3.1-8b", "--devices", "64", "--mesh.pp", "64"]
+    assert "at most the model's 32 layers; one of 1, 2, 4, 8, 16, 32" in plan(*deep)[2]
+    scaled = ["plan", "--model", "gemma-3-4b", "--devices", "2", "--mesh.pp", "2"]
+    assert "has a price here for" in plan(*scaled)[2]

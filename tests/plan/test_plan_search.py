@@ -7,8 +7,9 @@ import pytest
 from planish.errors import UsageError
 from planish.methods import AdamW, Apollo, Blocked, Checkpoint, Plain
 from planish.plan.answer import answer, fewest_devices, plan_tables
+from planish.plan.frames import frames
 from planish.plan.question import Question
-from planish.plan.search import choose, exhaust, frames, search
+from planish.plan.search import choose, exhaust, search
 from planish.price.architectures import find_architecture
 from planish.price.config import read_config
 from planish.price.hardware import KNOWN, with_memory

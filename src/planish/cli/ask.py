@@ -11,8 +11,8 @@ from planish.cli.theirs import Theirs, read_theirs
 from planish.decode import decode, nearest
 from planish.errors import UsageError
 from planish.methods import Plan
+from planish.plan.frames import divisors
 from planish.plan.question import Question
-from planish.plan.search import divisors
 from planish.price.architectures import architectures, find_architecture
 from planish.price.config import read_config
 from planish.price.config_keys import unknown_keys
@@ -20,6 +20,7 @@ from planish.price.hardware import Hardware, find_hardware, with_memory
 from planish.runfile import load_tree
 from planish.sections import DataSection, MemorySection, MeshSection, ModelSection, TrainSection
 from planish.shapes import ModelShape
+from planish.train.stage_plan import price_of_stages
 
 _DEFAULT_HARDWARE = "h100"
 DEGREES = ("replicate", "cp", "ep", "vp", "pp")
@@ -76,6 +77,7 @@ def ask(options: Any, settings: list[tuple[str, Any]]) -> Asked:
         disk=None if options.disk is None else size_bytes(options.disk, name="--disk"),
         fixed=_fixed_methods(tree, question_mixed=any(not isinstance(each.ffn, int) for each in shape.layers)),
         degrees=_fixed_degrees(tree, shape, devices),
+        stages=price_of_stages(shape, config),
     )
     return Asked(
         question=question,
@@ -180,6 +182,14 @@ def _fixed_degrees(tree: Mapping[str, Any], shape: ModelShape, devices: int) -> 
             legal = ", ".join(map(str, divisors(devices)))
             raise UsageError(f"`mesh.{name}` ({value}) must divide the {devices} devices; one of {legal}.")
         found[name] = value
+    pp, num_layers = found.get("pp", 1), len(shape.layers)
+    if pp > num_layers:
+        legal = ", ".join(str(each) for each in divisors(devices) if each <= num_layers)
+        raise UsageError(f"`mesh.pp` ({pp}) must be at most the model's {num_layers} layers; one of {legal}.")
+    if pp > 1 and found.get("vp", 1) > 1:
+        raise UsageError(
+            "`mesh.vp` does not go with `mesh.pp`, whose ranks share the vocabulary already; leave it out."
+        )
     experts = max((each.ffn.num_experts for each in shape.layers if not isinstance(each.ffn, int)), default=0)
     ep = found.get("ep", 1)
     if ep > 1 and (not experts or experts % ep):

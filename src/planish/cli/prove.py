@@ -90,6 +90,8 @@ def prove(best: Candidate, config: Mapping[str, Any]) -> Proof:
     """
     from planish.train.proof import run_folded
 
+    if best.mesh.pp > 1:
+        raise UsageError("`--prove` folds layers, which stages divide; paste the plan into a run file and prove that.")
     cpu, notes = _on_cpu(best)
     with tempfile.TemporaryDirectory() as folder:
         folded = run_folded(_run_file(cpu), config, Path(folder), depth=_depth(cpu))

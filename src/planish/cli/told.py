@@ -113,6 +113,7 @@ def to_tree(asked: Asked, found: Answer) -> dict[str, Any]:
             "offload": time.offload,
             "hidden_offload": time.hidden_offload,
             "optimizer": time.optimizer,
+            "turns": time.turns,
         },
         "tokens_per_s": best.tokens_per_s,
         "mfu": time.mfu(question.hardware, question.dtype),
@@ -154,7 +155,9 @@ def _headline(asked: Asked, best: Candidate) -> str:
     shape = question.shape
     active = "" if not question.mixed else f", {_large(shape.num_active_parameters)} active"
     degrees = " ".join(
-        f"{name} {degree}" for name in ("dp", "replicate", "cp", "ep", "vp") if (degree := getattr(mesh, name)) > 1
+        f"{name} {degree}"
+        for name in ("dp", "replicate", "cp", "ep", "vp", "pp")
+        if (degree := getattr(mesh, name)) > 1
     )
     rows = best.rows * best.microbatches * mesh.readers
     return (
@@ -234,7 +237,7 @@ def _sentences(asked: Asked, found: Answer) -> list[str]:
     said.append(
         f"a step takes {time.total_s:,.3g} s: compute {time.compute:,.3g}, communication {time.communication:,.3g} "
         f"({time.hidden_communication:,.3g} hidden), offload {time.offload:,.3g} ({time.hidden_offload:,.3g} hidden), "
-        f"optimizer {time.optimizer:,.2g}; {best.tokens_per_s:,.0f} tokens/s, MFU "
+        f"optimizer {time.optimizer:,.2g}{_turns(best)}; {best.tokens_per_s:,.0f} tokens/s, MFU "
         f"{time.mfu(question.hardware, question.dtype):.0%}"
     )
     if found.fits:
@@ -245,6 +248,14 @@ def _sentences(asked: Asked, found: Answer) -> list[str]:
     if refused is not None:
         said.append(f"planned at scale: `planish train` refuses this today: {refused}")
     return [*said, *(f"assumed: {each}" for each in _assumed(asked, best))]
+
+
+def _turns(best: Candidate) -> str:
+    """Return what stages wait for their turns, where there are any."""
+    pp, microbatches = best.mesh.pp, best.microbatches
+    if pp == 1:
+        return ""
+    return f", waiting for turns {best.time.turns:,.3g} ({pp - 1} of {microbatches + pp - 1}: 1F1B, {pp} stages)"
 
 
 def _assumed(asked: Asked, best: Candidate) -> tuple[str, ...]:

@@ -6,8 +6,9 @@ from typing import Any
 
 from planish.decode import encode, method_name
 from planish.methods import AdamW, Apollo, Offload, Plan, StreamAdamW, keeps_attention
+from planish.plan.frames import SLOTS, Frame, Option, frames
 from planish.plan.question import Candidate, Question
-from planish.plan.search import SLOTS, Frame, Option, frames, search
+from planish.plan.search import search
 from planish.units import format_bytes
 
 _MOST_DEVICES, _LONGEST = 2**16, 2**27
@@ -50,7 +51,8 @@ def answer(question: Question) -> Answer:
 
 def _rejected(best: Candidate) -> list[str]:
     """Return a sentence for each other option of each peak."""
-    frame = Frame(best.question, best.mesh.replicate, best.mesh.cp, best.rows, best.microbatches)
+    mesh = best.mesh
+    frame = Frame(best.question, mesh.replicate, mesh.cp, best.rows, best.microbatches, mesh.pp)
     chosen = [_chosen(best, slot, options) for slot, options in enumerate(frame.slots)]
     said = []
     for index, options in enumerate(frame.slots):
@@ -59,18 +61,43 @@ def _rejected(best: Candidate) -> list[str]:
                 continue
             other = frame.candidate((*chosen[:index], option, *chosen[index + 1 :]))
             said.append(f"{_word(index, option)}: {_reason(other, best)}")
-    for mesh in frames(best.question):
-        if (mesh.cp, mesh.replicate) != (frame.cp, frame.replicate) and mesh.rows == frame.rows:
-            options = tuple(_same(slot, option) for slot, option in zip(mesh.slots, chosen, strict=True))
-            other = mesh.candidate(options)
-            said.append(f"mesh.cp = {mesh.cp}, mesh.replicate = {mesh.replicate}: {_reason(other, best)}")
-    return said
+    for each in frames(best.question):
+        if each.pp == frame.pp and (each.cp, each.replicate) != (frame.cp, frame.replicate) and each.rows == frame.rows:
+            options = tuple(_same(slot, option) for slot, option in zip(each.slots, chosen, strict=True))
+            said.append(
+                f"mesh.cp = {each.cp}, mesh.replicate = {each.replicate}: {_reason(each.candidate(options), best)}"
+            )
+    return [*said, *_stages(best, frame)]
+
+
+def _stages(best: Candidate, frame: Frame) -> Iterator[str]:
+    """Yield a sentence for each other number of stages: in time, and only one that takes less of it is priced."""
+    question = best.question
+    if question.stages is None:
+        yield "mesh.pp: stages of this model have no price here; `planish plan run.toml` runs them without data"
+        return
+    fastest: dict[int, Candidate] = {}
+    for each in frames(question):
+        if each.pp != frame.pp and each.cp == frame.cp and each.replicate in (1, frame.replicate):
+            before = fastest.get(each.pp, each.plain)
+            fastest[each.pp] = min(before, each.plain, key=lambda found: found.time.total_s / found.tokens_per_step)
+    for pp, other in fastest.items():
+        slower = _slower(other, best)
+        if pp > 1 and slower > 5e-4:
+            idle = f"each rank waits {pp - 1} of {other.microbatches + pp - 1} turns"
+            yield f"mesh.pp = {pp}: {slower:.1%} slower, {idle}"
+        else:
+            yield f"mesh.pp = {pp}: {_reason(other, best)}"
+
+
+def _slower(other: Candidate, best: Candidate) -> float:
+    return other.time.total_s / other.tokens_per_step / (best.time.total_s / best.tokens_per_step) - 1
 
 
 def _approximate(best: Candidate) -> Iterator[str]:
     """Yield a sentence for a method that is no exact one, and so is taken only where it is named."""
     mesh, optim = best.mesh, best.plan.optim
-    if "optim" in best.question.fixed or 1 < mesh.ep < mesh.size:  # `planish train` refuses it there
+    if "optim" in best.question.fixed or 1 < mesh.ep < mesh.size or mesh.pp > 1:  # `planish train` refuses it there
         return
     other = replace(best, plan=replace(best.plan, optim=Apollo()))
     if isinstance(optim, AdamW) or other.over() is None:
@@ -115,7 +142,7 @@ def _reason(other: Candidate, best: Candidate) -> str:
     if over is not None:
         place = "host" if over == "host memory" else "disk"
         return f"needs {format_bytes(other.node_bytes(place))} of {over} a node"
-    slower = other.time.total_s / other.tokens_per_step / (best.time.total_s / best.tokens_per_step) - 1
+    slower = _slower(other, best)
     held = f"fits with {format_bytes(peak)}"
     if slower > 5e-4:
         return f"{held}, {slower:.1%} slower"
@@ -153,7 +180,7 @@ def fewest_devices(question: Question) -> int | None:
     while devices < _MOST_DEVICES:
         devices *= 2
         more = replace(question, devices=devices, degrees={}, rows=question.rows)
-        for frame in frames(more):
+        for frame in (each for each in frames(more) if each.pp == 1):
             for options in ((-1, -1), (1, -1)):
                 vocab, dispatch, *others = frame.slots
                 head = vocab[options[0] if len(vocab) > 1 else 0]

@@ -6,8 +6,9 @@ from typing import Any
 
 from planish.methods import Plan, StreamAdamW
 from planish.price.head import head_bytes
+from planish.price.moment import Alive, Moment
 from planish.price.state import placement
-from planish.price.step import Moment, moments
+from planish.price.step import moments
 from planish.price.table import Holder, LayerTable
 from planish.shapes import BatchShape
 from planish.units import format_bytes
@@ -32,6 +33,11 @@ class PhasePrice:
     categories: dict[str, int]
     owners: tuple[tuple[Holder, int], ...]
     where: str
+
+    @property
+    def alive(self) -> Alive:
+        """What is alive then, by category."""
+        return Alive.of({Holder(name, ""): size for name, size in self.categories.items()})
 
     def beside(self, holder: Holder, nbytes: int) -> "PhasePrice":
         """Return the moment with `nbytes` more."""

@@ -1,6 +1,6 @@
 """A question in, what it takes out: the table of any mesh of a model, each rank's bytes and seconds, host and disk."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -38,6 +38,7 @@ class Question:
         disk: Bytes of one node's disk; None: there is none.
         fixed: Methods that are not open, by peak.
         degrees: Degrees of the mesh that are not open.
+        stages: The price of a candidate whose layers are divided into stages; None: these have none.
     """
 
     shape: ModelShape
@@ -50,6 +51,7 @@ class Question:
     disk: int | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     degrees: Mapping[str, int] = field(default_factory=dict)
+    stages: "Callable[[Candidate], Estimate] | None" = None
 
     @property
     def itemsize(self) -> int:
@@ -133,12 +135,18 @@ class Candidate:
 
     @cached_property
     def estimate(self) -> Estimate:
-        """What one rank holds in each phase on its device."""
-        return of_moments(self.moments, far={})
+        """What one rank holds in each phase on its device; of a pipeline, the one that holds most."""
+        if self.mesh.pp == 1:
+            return of_moments(self.moments, far={})
+        assert self.question.stages is not None
+        return self.question.stages(self)
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
-        """The moments of a step of which each phase's peak is one."""
+        """The moments of a step of which each phase's peak is one; of a pipeline those alone."""
+        if self.mesh.pp > 1:
+            phases = self.estimate.phases.items()
+            return tuple(Moment(phase=name, layer=None, doing="", alive=each.alive) for name, each in phases)
         return tuple(walk(self.table, self.batch, self.plan, master=self.question.master))
 
     @cached_property
@@ -191,7 +199,7 @@ class Candidate:
     @property
     def loading_bytes(self) -> int:
         """What rank 0 holds while it deals out the weights, which it alone has read."""
-        if self.mesh.dp == 1:
+        if self.mesh.dp == self.mesh.pp == 1:
             return 0
         whole = [replace(each, itemsize=self.question.itemsize) for each in self.question.shape.tensors]
         return deal_bytes(whole, 1)

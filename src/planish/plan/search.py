@@ -1,213 +1,21 @@
-"""Which mesh and which methods: the fastest that fits, the simplest of those, found as knapsacks and priced exactly."""
+"""Which mesh and which methods: the fastest that fits, the simplest of those, found as knapsacks and priced exactly.
+
+[Note: stages] Layers are divided among 2, 4 or 8 ranks, or as many as are asked for, where stages have a price. That
+takes a tenth of a second each, time next to nothing: stages are priced where they would be faster than the best so far.
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import product
-from math import ceil, prod
-from typing import Any
+from math import prod
 
-from planish.decode import method_name
 from planish.errors import UsageError
-from planish.methods import (
-    AdamW,
-    Blocked,
-    Checkpoint,
-    Offload,
-    Packed,
-    Pipelined,
-    Plain,
-    Plan,
-    Ring,
-    StreamAdamW,
-)
-from planish.plan.offers import activation_methods
+from planish.methods import AdamW, Offload, Plain, StreamAdamW
+from planish.plan.frames import Frame, divisors, frames, legal_stages
 from planish.plan.question import Candidate, Question
-from planish.price.template import templated_activations
-from planish.shapes import MeshShape
 
-_ALL = 2**60
-SLOTS = ("vocab", "dispatch", "boundary", "activation", "optim")
 _TRIES = 24
 _FEW = 80
-_ROW_TOKENS = 32_768
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One way to bound a peak, with the degree that goes with it.
-
-    Attributes:
-        method: The plan's dataclass.
-        vp: Ranks that share the vocabulary.
-        ep: Ranks over which experts are spread.
-        simplicity: The larger, the less plain; ties go to the smaller.
-    """
-
-    method: Any
-    vp: int = 1
-    ep: int = 1
-    simplicity: int = 0
-
-
-def divisors(number: int) -> list[int]:
-    """Return every divisor, smallest first."""
-    return [each for each in range(1, number + 1) if number % each == 0]
-
-
-@dataclass(frozen=True)
-class Frame:
-    """What is settled before methods are chosen: who reads which rows.
-
-    Attributes:
-        question: What is asked.
-        replicate: Groups of ranks that hold the same shards.
-        cp: Ranks that share rows.
-        rows: Rows of one microbatch.
-        microbatches: Of a step.
-    """
-
-    question: Question
-    replicate: int
-    cp: int
-    rows: int
-    microbatches: int
-
-    @property
-    def dp(self) -> int:
-        """Ranks that share the weights."""
-        return self.question.devices // self.replicate
-
-    @cached_property
-    def slots(self) -> tuple[tuple[Option, ...], ...]:
-        """The ways to bound each peak, plain first, the most bounded one last."""
-        question, dp = self.question, self.dp
-        vocab = [Option(method=Plain()), Option(method=Blocked(), simplicity=1)]
-        vocab += [
-            Option(method=Ring(), vp=vp, simplicity=2)
-            for vp in (2, 4, 8)
-            if dp % vp == 0 and question.shape.vocab_size % vp == 0
-        ]
-        dispatch = [Option(method=Pipelined() if question.mixed else Plain())]
-        if question.mixed:
-            dispatch += [
-                Option(method=Pipelined(), ep=ep, simplicity=1)
-                for ep in divisors(dp)[1:]
-                if question.num_experts % ep == 0 and (ep >= question.ranks_per_node or "ep" in question.degrees)
-            ]
-        boundary = [
-            Option(method=Plain()),
-            Option(method=Checkpoint(keep_attention=True), simplicity=2),
-            Option(method=Checkpoint(), simplicity=1),
-            *self._offloads(),
-        ]
-        optim = [Option(method=AdamW()), *self._streams()]
-        every = (vocab, dispatch, boundary, list(self._networks()), optim)
-        return tuple(tuple(self._open(name, options)) for name, options in zip(SLOTS, every, strict=True))
-
-    def _open(self, name: str, options: list[Option]) -> list[Option]:
-        """Return the options that the user has left open."""
-        fixed, degrees = self.question.fixed, self.question.degrees
-        if name in fixed:
-            sort = type(fixed[name])
-            options = [replace(each, method=fixed[name]) for each in options if type(each.method) is sort] or [
-                Option(method=fixed[name])
-            ]
-            options = options if name in ("vocab", "dispatch") else options[:1]
-        degree = {"vocab": "vp", "dispatch": "ep"}.get(name)
-        if degree in degrees:
-            options = [each for each in options if getattr(each, degree) == degrees[degree]]
-        return options
-
-    def _networks(self) -> Iterator[Option]:
-        yield Option(method=Plain())
-        known = templated_activations(self.question.shape)
-        for number, method in enumerate(activation_methods(self.question.shape), 1):
-            if method_name(type(method)) in known:
-                yield Option(method=method, simplicity=number)
-
-    def _offloads(self) -> Iterator[Option]:
-        question = self.question
-        places = ["host"] * (question.hardware.kind == "cuda") + ["disk"] * (question.disk is not None)
-        for place in places:
-            for method, simplicity in (
-                (Offload(**{place: _ALL}, keep_attention=True), 4),
-                (Offload(**{place: _ALL}), 3),
-            ):
-                every = self._least_every(method)
-                if every > 1:
-                    yield Option(method=replace(method, every=every), simplicity=simplicity + 2)
-                yield Option(method=method, simplicity=simplicity)
-
-    def _least_every(self, method: Offload) -> int:
-        """Return every how many-th boundary may go for what travels to hide behind the layers."""
-        mesh = MeshShape(dp=self.dp, replicate=self.replicate, cp=self.cp)
-        all_go = Candidate(self.question, mesh, self.rows, self.microbatches, Plan(boundary=method)).time
-        return min(ceil(all_go.offload / all_go.compute), len(self.question.shape.layers))
-
-    def _streams(self) -> Iterator[Option]:
-        question = self.question
-        if question.hardware.kind == "cuda":
-            yield Option(method=StreamAdamW(host=_ALL), simplicity=2)
-        if question.disk is not None:
-            yield Option(method=StreamAdamW(disk=_ALL), simplicity=3)
-
-    @cached_property
-    def _known(self) -> dict[tuple[Option, ...], Candidate]:
-        return {}
-
-    def candidate(self, chosen: tuple[Option, ...]) -> Candidate:
-        """Return the plan of one option for each slot, the same one each time, which knows its prices by then."""
-        if chosen not in self._known:
-            self._known[chosen] = self._candidate(chosen)
-        return self._known[chosen]
-
-    def _candidate(self, chosen: tuple[Option, ...]) -> Candidate:
-        methods = {name: option.method for name, option in zip(SLOTS, chosen, strict=True)}
-        mesh = MeshShape(
-            dp=self.dp,
-            replicate=self.replicate,
-            cp=self.cp,
-            ep=max(each.ep for each in chosen),
-            vp=max(each.vp for each in chosen),
-        )
-        return Candidate(
-            question=self.question,
-            mesh=mesh,
-            rows=self.rows,
-            microbatches=self.microbatches,
-            plan=Plan(attention=Packed(), **methods),
-        )
-
-
-def frames(question: Question) -> Iterator[Frame]:
-    """Yield who may read which rows: few ranks to a row first, many rows at once first."""
-    if question.degrees.get("pp", 1) > 1:
-        return
-    for cp in divisors(question.devices):
-        if question.degrees.get("cp", cp) != cp:
-            continue
-        readers = question.devices // cp
-        rows = question.rows or readers
-        if rows % readers or question.context < cp:
-            continue
-        each = rows // readers
-        most = max(1, _ROW_TOKENS // (question.context // cp))
-        for at_once in sorted({max(size for size in divisors(each) if size <= most), 1}, reverse=True):
-            for replicate in _replicas(question, cp):
-                yield Frame(question, replicate, cp, at_once, each // at_once)
-
-
-def _replicas(question: Question, cp: int) -> list[int]:
-    """Return in how many groups the shards may be held: one, or one a node, or whole everywhere."""
-    devices, node = question.devices, question.ranks_per_node
-    asked = question.degrees.get("replicate")
-    if asked is None and "dp" in question.degrees:
-        asked = devices // question.degrees["dp"]
-    if asked is not None:
-        return [asked] if devices // asked % cp == 0 else []
-    found = [1] + [devices // node] * (devices > node) + [devices] * (cp == 1 < devices)
-    return [each for each in found if devices % each == 0 and devices // each % cp == 0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,12 +41,13 @@ def search(question: Question) -> Found:
     """
     best: Candidate | None = None
     least: Candidate | None = None
-    for frame in frames(question):
+    for frame in _in_turn(question):
+        if frame.pp > 1 and (_hopeless(frame) or (best is not None and _rank(frame.plain) >= _rank(best))):
+            continue
         bounded = list(_bounded(frame))
         least = min((each for each in (least, *bounded) if each is not None), key=lambda each: each.estimate.peak_bytes)
         able = [each for each in bounded if each.over() is None]
-        plain = frame.candidate(tuple(options[0] for options in frame.slots))
-        if not able or (best is not None and _rank(plain)[0] >= _rank(best)[0]):
+        if not able or (best is not None and _rank(frame.plain)[0] >= _rank(best)[0]):
             continue
         few = prod(map(len, frame.slots)) <= _FEW
         found = (exhaust(frame) if few else choose(frame)) or min(able, key=_rank)
@@ -247,6 +56,24 @@ def search(question: Question) -> Found:
     if least is None:
         raise UsageError(_no_mesh(question))
     return Found(best=best or least, fits=best is not None, least=least)
+
+
+def _in_turn(question: Question) -> list[Frame]:
+    """Return all frames, those of stages last and the fastest of them first."""
+    found = list(frames(question))
+    return [each for each in found if each.pp == 1] + sorted(
+        (each for each in found if each.pp > 1), key=lambda each: _rank(each.plain)
+    )
+
+
+def _hopeless(frame: Frame) -> bool:
+    """Return whether weights, gradients, state and boundaries of the first stage alone are more than there is."""
+    question, candidate = frame.question, frame.plain
+    number = 2 * question.itemsize + (12 if question.master and question.itemsize < 4 else 2 * question.itemsize)
+    state = question.shape.num_parameters // question.devices * number
+    tokens = candidate.batch.tokens * min(frame.pp, frame.microbatches)
+    layers = len(question.shape.layers) // frame.pp
+    return state + tokens * layers * question.shape.hidden_size * question.itemsize > question.hardware.memory
 
 
 def _bounded(frame: Frame) -> Iterator[Candidate]:
@@ -260,8 +87,12 @@ def _bounded(frame: Frame) -> Iterator[Candidate]:
 def _no_mesh(question: Question) -> str:
     """Return why no ranks can read what is asked for."""
     rows = question.rows
-    if question.degrees.get("pp", 1) > 1:
-        return "`mesh.pp` is planned by `planish plan --pipeline`; leave it out here."
+    if not legal_stages(question):
+        return (
+            f"`mesh.pp` ({question.degrees['pp']}) has a price here for layers that are alike, with `plan.vocab` = "
+            "blocked, `plan.boundary` = checkpoint, `plan.optim` = adamw and neither `mesh.vp` nor `mesh.replicate`; "
+            "`planish plan run.toml` tells what any other pipeline holds."
+        )
     legal = [cp for cp in divisors(question.devices) if rows is None or rows % (question.devices // cp) == 0]
     asked = ", ".join(f"`mesh.{name}` ({degree})" for name, degree in question.degrees.items()) or "the degrees"
     near = sorted({max(1, round((rows or 1) / each)) * each for each in divisors(question.devices)})

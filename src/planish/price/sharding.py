@@ -14,6 +14,11 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
+def is_of_layer(name: str) -> bool:
+    """Return whether a parameter is inside a layer."""
+    return ".layers." in name
+
+
 def whole_part(tensor: TensorShape, mesh: MeshShape) -> TensorShape:
     """Return what a rank multiplies by: a parameter whole, but its own experts, and its own rows of the vocabulary."""
     degree = mesh.ep if is_expert(tensor.name) else mesh.vp if tensor.name in _VOCABULARY else 1
@@ -22,13 +27,29 @@ def whole_part(tensor: TensorShape, mesh: MeshShape) -> TensorShape:
 
 
 def own_part(tensor: TensorShape, mesh: MeshShape) -> TensorShape:
-    """Return what a rank keeps from step to step."""
+    """Return what a rank keeps from step to step; of a pipeline as if it had all stages and all rows."""
+    if mesh.pp > 1 and not is_of_layer(tensor.name):
+        return tensor
     if tensor.name in _VOCABULARY and mesh.vp > 1:
         return whole_part(tensor, mesh)
     if is_expert(tensor.name) and mesh.ep > 1:
         part = whole_part(tensor, mesh)
         return replace(part, shape=_shard_inside(part.shape, mesh.dp // mesh.ep))
     return replace(tensor, shape=shard_of(tensor.shape, mesh.dp))
+
+
+def stage_share(shape: ModelShape, mesh: MeshShape) -> float:
+    """Return the share of the layers that the largest stage has."""
+    num_layers = len(shape.layers)
+    return -(-num_layers // mesh.pp) / num_layers
+
+
+def num_kept(shape: ModelShape, mesh: MeshShape) -> float:
+    """Return how many numbers of parameters a rank keeps: of its stage, and its rows of the vocabulary."""
+    sizes = [(each.name, own_part(each, mesh).numel * each.count) for each in shape.tensors]
+    inside = sum(size for name, size in sizes if is_of_layer(name))
+    beside = sum(size for name, size in sizes if not is_of_layer(name))
+    return inside * stage_share(shape, mesh) + beside / mesh.pp
 
 
 def _shard_inside(sizes: tuple[int, ...], num_shards: int) -> tuple[int, ...]:
@@ -62,7 +83,7 @@ class Gathered:
         if mesh.dp == 1:
             return None
         gathered = [each for each in shape.tensors if whole_part(each, mesh).shape != own_part(each, mesh).shape]
-        beside = [each for each in gathered if ".layers." not in each.name]
+        beside = [each for each in gathered if not is_of_layer(each.name)]
         return cls(
             root=_nbytes(beside, mesh, itemsize),
             layer=_nbytes_of_largest_layer(shape, gathered, mesh, itemsize),
@@ -92,7 +113,7 @@ def _nbytes(tensors: Sequence[TensorShape], mesh: MeshShape, itemsize: int) -> i
 
 def _nbytes_of_largest_layer(shape: ModelShape, gathered: Sequence[TensorShape], mesh: MeshShape, itemsize: int) -> int:
     """Return the bytes of a layer that has all that most layers have: dense and mixed layers have the same names."""
-    inside = [each for each in gathered if ".layers." in each.name]
+    inside = [each for each in gathered if is_of_layer(each.name)]
     num_layers = len(shape.layers)
     common = [each for each in inside if each.count == num_layers]
     others: dict[int, int] = {}

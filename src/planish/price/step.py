@@ -110,7 +110,11 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
 
 
 def stretch(
-    table: LayerTable, batch: BatchShape, plan: Plan, legs: Iterable[tuple[Part | None, int | None, Leg]], live: Sizes
+    table: LayerTable,
+    batch: BatchShape,
+    plan: Plan,
+    legs: Iterable[tuple[Part | None, int | None, Leg]],
+    live: Sizes,
 ) -> tuple[Moment, Sizes]:
     """Return the worst moment of some legs in a row, and what is alive after them.
 
@@ -134,7 +138,10 @@ def stretch(
         sized={},
         live=Alive.of(live),
     )
-    found = [moment for part, layer, leg in legs for moment in walk._leg(leg, layer, part)]
+    found: list[Moment] = []
+    for part, layer, leg in legs:
+        beside = {} if table.gathered is None else {_GATHERED: table.gathered.at(leg.phase, in_layer=True)}
+        found += [each.beside(beside) for each in walk._leg(leg, layer, part)]
     return max(found, key=lambda each: each.total_bytes), walk.live.sizes
 
 

@@ -1,6 +1,9 @@
 """How long a step takes on each rank: products, attention, what memory moves, what travels, and what of it hides.
 
 Coarse on purpose: published rates, assumed shares of them, no contention. It ranks plans; it is no promise.
+
+[Note: turns] The m microbatches of a step pass p stages in m + p - 1 turns of the largest stage (1F1B), of which each
+rank waits p - 1. Its share of the vocabulary's passes is in every turn. Hidden states travel beside the passes.
 """
 
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ from planish.methods import (
     keeps_attention,
 )
 from planish.price.hardware import Hardware
-from planish.price.sharding import is_expert, own_part, whole_part
+from planish.price.sharding import is_expert, num_kept, own_part, stage_share, whole_part
 from planish.shapes import BatchShape, ExpertsShape, LayerShape, MeshShape, ModelShape
 
 _STATE_NUMBERS = 3
@@ -39,6 +42,7 @@ class StepTime:
         hidden_communication: Of `communication`, what hides behind `compute`.
         hidden_offload: The same of `offload`.
         model_flops: Operations that the model's mathematics takes, on this rank: nothing that runs again counts.
+        turns: Seconds in which a stage waits for its turn.
     """
 
     compute: float
@@ -48,12 +52,13 @@ class StepTime:
     hidden_communication: float
     hidden_offload: float
     model_flops: float
+    turns: float = 0.0
 
     @property
     def total_s(self) -> float:
         """Seconds of the step."""
         shown = self.communication + self.offload - self.hidden_communication - self.hidden_offload
-        return self.compute + self.optimizer + shown
+        return self.compute + self.turns + self.optimizer + shown
 
     def mfu(self, hardware: Hardware, dtype: str) -> float:
         """Return the share of the published rate that the model's own operations take."""
@@ -78,11 +83,12 @@ def step_time(
     tokens = batch.tokens * batch.microbatches
     rate, scores_rate = (hardware.flops(dtype) * share for share in (hardware.product_share, hardware.attention_share))
     passes = _Passes.of(plan)
-    layers = [(_products(shape, layer), _scores(layer, context)) for layer in shape.layers]
-    dense, scores = (sum(each[index] for each in layers) * tokens for index in (0, 1))
-    experts = sum(_expert_products(shape, layer) for layer in shape.layers) * tokens
-    head = 2.0 * shape.vocab_size * shape.hidden_size * tokens
-    moved = tokens * itemsize * sum(_elementwise(shape, layer) for layer in shape.layers)
+    inside = tokens * stage_share(shape, mesh)
+    dense = inside * sum(_products(shape, layer) for layer in shape.layers)
+    scores = inside * sum(_scores(layer, context) for layer in shape.layers)
+    experts = inside * sum(_expert_products(shape, layer) for layer in shape.layers)
+    head = 2.0 * shape.vocab_size * shape.hidden_size * tokens / mesh.pp
+    moved = inside * itemsize * sum(_elementwise(shape, layer) for layer in shape.layers)
     compute = (
         (dense * passes.layers + experts * passes.experts + head * passes.head) / rate
         + scores * passes.scores / scores_rate
@@ -91,8 +97,7 @@ def step_time(
     model_flops = 3 * (dense + experts + head) + 3 * scores
     exchange, hidden = _exchange(shape, batch, plan, mesh, hardware, itemsize, compute)
     far, hidden_far = _far(shape, batch, plan, mesh, hardware, itemsize, compute)
-    own = sum(own_part(each, mesh).numel * each.count for each in shape.tensors)
-    optimizer = own * (2 * itemsize + _PASSES_OF_STATE * _STATE_NUMBERS * 4) / hardware.memory_rate
+    optimizer = num_kept(shape, mesh) * (2 * itemsize + _PASSES_OF_STATE * _STATE_NUMBERS * 4) / hardware.memory_rate
     return StepTime(
         compute=compute,
         communication=exchange,
@@ -101,6 +106,7 @@ def step_time(
         hidden_communication=hidden,
         hidden_offload=hidden_far,
         model_flops=model_flops,
+        turns=(compute + exchange - hidden) * (mesh.pp - 1) / batch.microbatches,
     )
 
 
@@ -184,24 +190,24 @@ def _exchange(
     compute: float,
 ) -> tuple[float, float]:
     """Return seconds of what ranks send, and of what hides behind the layers."""
-    tokens = batch.tokens * batch.microbatches
+    tokens, share = batch.tokens * batch.microbatches, stage_share(shape, mesh)
     gathered = [each for each in shape.tensors if whole_part(each, mesh).shape != own_part(each, mesh).shape]
     whole = sum(whole_part(each, mesh).numel * each.count for each in gathered if not is_expert(each.name))
     copies = sum(whole_part(each, mesh).numel * each.count for each in gathered if is_expert(each.name))
     wide = max(4, itemsize)
     weights = batch.microbatches * (2 * itemsize + wide)
     rate = hardware.exchange_rate(mesh.dp)
-    behind = (whole + copies) * weights / rate
+    behind = (whole + copies) * share * weights / rate
     if mesh.replicate > 1:
-        own = sum(own_part(each, mesh).numel * each.count for each in shape.tensors)
-        behind += 2 * own * wide / hardware.exchange_rate(mesh.size)
+        behind += 2 * num_kept(shape, mesh) * wide / hardware.exchange_rate(mesh.size)
+    if mesh.pp > 1:  # to the next stage and back; the head's, as Vocab-2 exchanges them, and the embedding's
+        behind += tokens * shape.hidden_size * (5 * itemsize + wide) / hardware.exchange_rate(mesh.size)
     recomputed = 1 if isinstance(plan.boundary, Plain) else 2
     routed = sum(min(layer.ffn.top_k, mesh.ep) for layer in shape.layers if isinstance(layer.ffn, ExpertsShape))
     sent = 0.0
     if mesh.ep > 1:
-        share = (mesh.ep - 1) / mesh.ep
-        rows = 2 * (recomputed + 1) + 1
-        sent = tokens * routed * shape.hidden_size * itemsize * rows * share / hardware.exchange_rate(mesh.ep)
+        rows = (2 * (recomputed + 1) + 1) * (mesh.ep - 1) / mesh.ep
+        sent = tokens * routed * shape.hidden_size * itemsize * rows / hardware.exchange_rate(mesh.ep)
     if mesh.cp > 1:
         heads = sum(
             layer.attention.num_heads * (layer.attention.qk_width + layer.attention.v_width)
@@ -215,6 +221,7 @@ def _exchange(
         rows = min(tokens, shape.vocab_size // mesh.vp * batch.microbatches)
         ring = (mesh.vp - 1) * rows * shape.hidden_size * (2 * itemsize + wide) / hardware.exchange_rate(mesh.vp)
     behind += ring
+    sent *= share
     return behind + sent, min(behind, 0.9 * compute)
 
 
@@ -239,7 +246,7 @@ def _far(
         seconds = 2 * each * away * batch.microbatches / rate
         hidden = min(seconds, compute)
     if isinstance(plan.optim, StreamAdamW):
-        own = sum(own_part(each, mesh).numel * each.count for each in shape.tensors)
+        own = num_kept(shape, mesh)
         rate = hardware.host_rate if plan.optim.host else hardware.disk_rate / hardware.devices_per_node
         seconds += own * _STATE_NUMBERS * 4 / rate  # both ways at once
     return seconds, hidden

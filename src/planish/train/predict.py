@@ -20,7 +20,8 @@ from planish.price.table import Holder, LayerTable
 from planish.runfile import RunFile
 from planish.sections import MeshSection, ModelSection
 from planish.shapes import BatchShape
-from planish.train.stage_price import estimate_stages, experts_per_token, has_price, is_even, of_ranks
+from planish.train.stage_plan import experts_per_token, has_price, is_even
+from planish.train.stage_price import estimate_stages, of_ranks
 
 if TYPE_CHECKING:
     from planish.memory.report import PhasePeak

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any
 
-from planish.methods import AdamW, Blocked, Offload, Pipeline, Plain, Plan
+from planish.methods import Blocked, Pipeline, Plain, Plan
 from planish.pipeline.memory import enough_microbatches
 from planish.pipeline.run.pace import SPARE, Pace
 from planish.pipeline.schedule import Schedule, forward_only
@@ -45,48 +45,40 @@ class _Rank:
     shared_bytes: tuple[int, int]
 
 
-def has_price(plan: Plan, tree: Mapping[str, Any] | None, dtype: str) -> bool:
-    """Return whether there is a price for a plan's stages, as far as can be told without the model's table.
-
-    There is none for weight halves, which keep what no table knows of, for what leaves the device, for embeddings that
-    are scaled (Gemma's), and where layers that keep everything end in the norm of a narrow dtype.
-    """
-    whole = plan.pipeline is None or plan.pipeline.method == "1f1b"
-    stays = not isinstance(plan.boundary, Offload) and isinstance(plan.optim, AdamW)
-    kept = isinstance(plan.boundary, Plain) and dtype != "fp32"
-    scaled = tree is None or str(tree.get("model_type")).startswith("gemma")
-    return whole and stays and isinstance(plan.vocab, Blocked) and not kept and not scaled
-
-
-def is_even(table: LayerTable) -> bool:
-    """Return whether all layers have the same tensors."""
-    layers = [each for each in table.tensors if ".layers." in each.name]
-    return bool(layers) and all(each.count % len(table.layers) == 0 for each in layers)
-
-
 def estimate_stages(
-    table: LayerTable, shape: BatchShape, plan: Plan, *, num_ranks: int, top_k: int, master: bool
+    table: LayerTable,
+    shape: BatchShape,
+    plan: Plan,
+    *,
+    num_ranks: int,
+    top_k: int,
+    master: bool,
+    num_shards: int = 1,
+    deals: bool = True,
 ) -> Estimate:
     """Return the peaks of the rank that holds most in each phase, and each rank's own.
 
     Exactness: from the first forward to the last backward equal to a dry run of each rank, but for two hidden states
-        that may still travel at the end, where a step holds hardly more than weights and gradients.
+        that may still travel at the end, where a step holds hardly more than weights and gradients. Where several ranks
+        share a stage's layers, never below it, for what they gather is bounded.
 
     Args:
-        table: The whole model's, on one rank; see `has_price` and `is_even`.
+        table: Of the whole model, as one of the ranks holds it that share each layer; see `stage_plan`.
         shape: One step's input.
         plan: One method per peak.
         num_ranks: Ranks of the pipeline.
         top_k: Experts that a token meets.
         master: Whether the optimizer keeps fp32 masters of narrower parameters.
+        num_shards: Ranks that share each layer.
+        deals: Whether to count what rank 0 holds while it deals out the weights; for ranks that share nothing.
 
     Raises:
         UsageError: Fewer layers than stages.
     """
-    pace = Pace(plan.pipeline or Pipeline(), _work(table, plan, top_k), num_ranks)
-    size = enough_microbatches(pace.schedule, shape.microbatches)
-    schedule = pace.schedule(size)
-    ranks = [_Pricing(table, shape, plan, pace, schedule, rank, master=master).phases() for rank in range(num_ranks)]
+    work = _work(table, plan, top_k, num_shards)
+    turns = _turns(plan.pipeline or Pipeline(), work, num_ranks, shape.microbatches)
+    sharing = _Sharing(num_shards=num_shards, deals=deals)
+    ranks = [_Pricing(table, shape, plan, turns, rank, sharing, master=master).phases() for rank in range(num_ranks)]
     return of_ranks(dict(enumerate(ranks)))
 
 
@@ -101,7 +93,31 @@ def of_ranks(ranks: Mapping[int, Mapping[str, PhasePrice]]) -> Estimate:
     return Estimate(phases=phases, ranks=peaks)
 
 
-def _work(table: LayerTable, plan: Plan, top_k: int) -> Workload:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turns:
+    """The order of a step's passes, no longer than it must be to hold the most, and that of an evaluation's."""
+
+    layers: tuple[int, ...]
+    step: Schedule
+    evaluation: Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sharing:
+    """See `estimate_stages`."""
+
+    num_shards: int
+    deals: bool
+
+
+@lru_cache(maxsize=16)
+def _turns(pipeline: Pipeline, work: Workload, num_ranks: int, num_microbatches: int) -> _Turns:
+    pace = Pace(pipeline, work, num_ranks)
+    size = enough_microbatches(pace.schedule, num_microbatches)
+    return _Turns(layers=pace.layers, step=pace.schedule(size), evaluation=forward_only(pace.schedule(1)))
+
+
+def _work(table: LayerTable, plan: Plan, top_k: int, num_shards: int) -> Workload:
     """Return what `planish.train.staged` says of the model itself."""
     num_layers = len(table.layers)
     layers = [each for each in table.tensors if ".layers." in each.name]
@@ -110,7 +126,7 @@ def _work(table: LayerTable, plan: Plan, top_k: int) -> Workload:
         layers=num_layers,
         microbatches=1,
         layer_backward=2.0 if isinstance(plan.boundary, Plain) else 3.0,
-        head=table.head.vocab_size * table.head.hidden_size * num_layers / met,
+        head=table.head.vocab_size * table.head.hidden_size * num_layers / (num_shards * met),
     )
 
 
@@ -122,14 +138,14 @@ class _Pricing:
         table: LayerTable,
         shape: BatchShape,
         plan: Plan,
-        pace: Pace,
-        schedule: Schedule,
+        turns: _Turns,
         rank: int,
+        sharing: _Sharing,
         *,
         master: bool,
     ) -> None:
         self._table, self._shape, self._plan, self._master = table, shape, plan, master
-        self._pace, self._schedule, self._rank = pace, schedule, rank
+        self._turns, self._schedule, self._rank, self._sharing = turns, turns.step, rank, sharing
         self._own = self._parts()
         head = table.head
         self._hidden = shape.tokens * head.hidden_size * head.itemsize
@@ -147,19 +163,24 @@ class _Pricing:
         losses = 8 * max(0, shape.microbatches - self._schedule.num_microbatches)
         base = base | {Holder("other", "batch"): batch, Holder("head tiles", "losses"): losses}
         found = [Moment(phase="init", layer=None, doing="taking the batch", alive=Alive.of(base))]
-        if self._rank == 0:
+        if self._rank == 0 and self._sharing.deals:
             found.append(self._dealing())
         counts = (shape.tokens, max(0, shape.tokens - 1)) if shape.num_valid is None else (shape.num_valid,)
         spare = 0 if self._is_tied else SPARE * self._hidden
         for count in counts:
             step = RankWalk(self._schedule, self._rank, self._bytes(count, training=True), base).run()
             found += [each.beside({_SPARE: spare}) for each in step.values()]
-            short = forward_only(self._pace.schedule(1))
             evaluated = without_batch | {Holder("other", "batch"): state.batch_bytes(shape.tokens)}
-            seen = RankWalk(short, self._rank, self._bytes(count, training=False), evaluated).run()
+            seen = RankWalk(self._turns.evaluation, self._rank, self._bytes(count, training=False), evaluated).run()
             found.append(replace(max(seen.values(), key=lambda each: each.total_bytes), phase="eval"))
         gradients = {Holder("gradients", "all"): state.parameter_bytes(tensors)}
-        update = state.update_bytes(tensors, plan.optim, master=self._master, microbatches=2 * shape.microbatches)
+        update = state.update_bytes(
+            tensors,
+            plan.optim,
+            master=self._master,
+            microbatches=2 * shape.microbatches,
+            num_shards=self._sharing.num_shards,
+        )
         optimizer = gradients | {Holder("staging", "gradients"): update}
         read = state.resume_bytes(tensors, master=self._master)
         for phase, doing, more in (
@@ -194,7 +215,7 @@ class _Pricing:
     def _parts(self) -> _Rank:
         """Return this rank's layers, and its part of every tensor."""
         table, schedule, rank = self._table, self._schedule, self._rank
-        ranges = [range(*each) for each in pairwise(accumulate(self._pace.layers, initial=0))]
+        ranges = [range(*each) for each in pairwise(accumulate(self._turns.layers, initial=0))]
         mine = {stage: ranges[stage] for stage, owner in enumerate(schedule.stage_ranks) if owner == rank}
         num_layers, vocab_size = sum(map(len, mine.values())), table.head.vocab_size
         step = -(-vocab_size // schedule.num_ranks)
@@ -327,14 +348,19 @@ class _Pricing:
         table = self._table
         shared = [each for each in table.tensors if each.shape[0] == table.head.vocab_size]
         largest = max(map(state.parameter_bytes, ([each] for each in shared)))
+        layers = [replace(each, count=1) for each in table.tensors if ".layers." in each.name]
+        num_shards = self._sharing.num_shards
         if self._rank:
             head, ranks = table.head, self._schedule.num_ranks
             part = -(-head.vocab_size // ranks) * head.hidden_size * head.itemsize
             short = self._own.head.vocab_size * ranks < head.vocab_size
-            return (2 * ranks + short) * part + 8 * self._shape.tokens  # whose rows the last evaluation's tokens were
-        layers = [each for each in table.tensors if ".layers." in each.name]
-        layer = state.parameter_bytes(layers) // len(table.layers)
-        return max(largest + state.parameter_bytes(shared), 2 * layer, layer + table.save_bytes)
+            own = (2 * ranks + short) * part + 8 * self._shape.tokens  # whose rows the last evaluation's tokens were
+            return max(own, 2 * num_shards * max(map(state.parameter_bytes, ([each] for each in layers))))
+        layer = num_shards * state.parameter_bytes(layers)
+        arrives = (
+            0 if num_shards == 1 else num_shards * state.parameter_bytes([max(layers, key=lambda each: each.name)])
+        )
+        return max(largest + state.parameter_bytes(shared), 2 * layer + arrives, layer + table.save_bytes)
 
 
 def _without_batch(leg: Leg) -> Leg:
@@ -349,9 +375,3 @@ def _before_freed(legs: tuple[Leg, ...]) -> int:
     early = legs[:-1]
     freed = any(line.per_token < 0 for leg in early for peak in leg.peaks for line in peak.values())
     return 0 if freed else max(1, len(early))
-
-
-def experts_per_token(tree: Mapping[str, Any] | None) -> int:
-    """Return the experts that a token meets, by a model's config."""
-    text = (tree or {}).get("text_config", tree) or {}
-    return text.get("num_experts_per_tok") or 1
