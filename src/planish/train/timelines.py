@@ -3,13 +3,15 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from planish.memory.lanes import Span
 from planish.pipeline.draw import to_svg
 from planish.pipeline.observed import Pass
 from planish.pipeline.simulate import Timeline
 from planish.train.run_folder import write_atomically
+
+if TYPE_CHECKING:
+    from planish.memory.lanes import Span
 
 WRITTEN = ("pipeline.json", "pipeline-planned.svg", "pipeline-measured.svg")
 
@@ -30,7 +32,7 @@ def write_timelines(folder: Path, step: int, planned: Timeline, seen: Timeline) 
         write_atomically(folder / name, text)
 
 
-def write_lanes(folder: Path, step: int, lanes: Mapping[str, Sequence[Span]]) -> None:
+def write_lanes(folder: Path, step: int, lanes: "Mapping[str, Sequence[Span]]") -> None:
     """Write when each lane was at work in a step.
 
     Raises:
