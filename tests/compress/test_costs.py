@@ -17,6 +17,7 @@ from planish.compress.costs import (
     work_of,
     workspace_bytes,
 )
+from planish.compress.parent import WholeParent
 from planish.compress.realise import assemble
 from planish.compress.space import (
     Architecture,
@@ -24,10 +25,12 @@ from planish.compress.space import (
     KeepExperts,
     KeepHeads,
     LinearFfn,
+    Menu,
     NoAttention,
     SlidingWindow,
     Width,
 )
+from planish.compress.verify import served_bytes
 from planish.errors import UsageError
 
 PREFILL = Scenario(phase="prefill", context=64, batch=2)
@@ -58,6 +61,27 @@ def test_memory_is_weights_cache_and_temporaries(library):
     cached = 2 * sum(cache_numbers(space, choice.attention, 65) for choice in parent.layers)
     assert model_bytes(space, parent, DECODE, NUMBERS) == model_parameters(space, parent) * 2 + cached + temporary
     assert workspace_bytes(space, parent.layers, PREFILL, NUMBERS) > temporary
+
+
+@pytest.mark.parametrize("scenario", [PREFILL, DECODE], ids=lambda each: each.phase)
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("llama", {}),
+        ("llama", {"intermediate_size": 16}),
+        ("mistral", {}),
+        ("qwen3-moe", {}),
+        ("qwen3-moe", {"num_experts": 16, "num_experts_per_tok": 3}),
+        ("mixtral", {}),
+    ],
+)
+def test_what_serving_holds_is_never_more_than_its_price_and_little_less(parent, family, config, scenario):
+    model = parent(family, **config).float()
+    space = WholeParent(model).space(Menu())
+    found = model_bytes(space, space.parent, scenario, Numbers())
+    held = served_bytes(model, scenario)
+    weights = sum(each.nbytes for each in model.parameters())
+    assert held <= found <= held + 0.02 * (held - weights)
 
 
 def test_more_of_anything_is_more_work(library):

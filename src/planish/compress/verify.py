@@ -99,7 +99,7 @@ def opened(folder: Path, scenarios: Sequence[Scenario], *, parameters: int) -> t
     held = sum(each.numel() for each in child.parameters())
     if held != parameters:
         raise VerificationFailed(f"{folder} opens with {held:,} parameters and not with {parameters:,}; make it again.")
-    return child, {each.label: float(_served_bytes(child, each)) for each in scenarios}
+    return child, {each.label: float(served_bytes(child, each)) for each in scenarios}
 
 
 def _record(folder: Path) -> Mapping[str, Any]:
@@ -112,14 +112,18 @@ def _record(folder: Path) -> Mapping[str, Any]:
 
 
 @torch.no_grad()
-def _served_bytes(child: Any, scenario: Scenario) -> int:
-    """Return the bytes that tensors hold at most while `child` serves."""
+def served_bytes(child: Any, scenario: Scenario) -> int:
+    """Return the bytes that tensors hold at most while `child` serves; decoding, once a token has been decoded.
+
+    A first one finds windows' keys and values as parts of the whole prompt's.
+    """
     ids = torch.zeros(scenario.batch, scenario.context, dtype=torch.long, device=child.device)
     call = {"use_cache": True, "logits_to_keep": 1}
     with Ledger() as ledger:
         ledger.adopt([*child.parameters(), *child.buffers()], "parameters")
         if scenario.phase == "decode":
-            cache = child(input_ids=ids, **call).cache
+            cache = child(input_ids=ids[:, :-1], **call).cache
+            child(input_ids=ids[:, -1:], cache=cache, **call)
             with ledger.phase("eval"):
                 child(input_ids=ids[:, -1:], cache=cache, **call)
         else:
