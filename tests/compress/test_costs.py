@@ -11,14 +11,13 @@ from planish.compress.costs import (
     Work,
     cache_numbers,
     fit_rates,
-    model_bytes,
     model_parameters,
     options_of,
     work_of,
-    workspace_bytes,
 )
 from planish.compress.parent import WholeParent
 from planish.compress.realise import assemble
+from planish.compress.serving import model_bytes, workspace_bytes
 from planish.compress.space import (
     Architecture,
     Choice,

@@ -20,11 +20,11 @@ from planish.compress.costs import (
     Rates,
     Scenario,
     Work,
-    model_bytes,
     model_parameters,
     tensor_parallel_seconds,
     work_of,
 )
+from planish.compress.serving import model_bytes
 from planish.compress.space import (
     Architecture,
     Choice,

@@ -24,7 +24,6 @@ from planish.compress.costs import (
     Price,
     Scenario,
     choice_parameters,
-    model_bytes,
     model_parameters,
     options_of,
     parameters,
@@ -41,6 +40,7 @@ from planish.compress.search import (
     throughput,
     value_of,
 )
+from planish.compress.serving import model_bytes
 from planish.compress.space import (
     Architecture,
     KeepHeads,

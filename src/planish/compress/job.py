@@ -11,7 +11,7 @@ import torch
 
 from planish.compress.baselines import BASELINES, Task, drawn
 from planish.compress.candidates import candidates
-from planish.compress.costs import Costs, Scenario, model_bytes, model_parameters
+from planish.compress.costs import Costs, Scenario, model_parameters
 from planish.compress.deliver import hand_over, write_untaught
 from planish.compress.distil import distil_bytes
 from planish.compress.eta import progress_of
@@ -29,6 +29,7 @@ from planish.compress.runs import find_fusions, fused
 from planish.compress.school import School
 from planish.compress.scores import Scores, Scoring, influence, local_table, score, score_pairs
 from planish.compress.search import Ceiling, as_problem, best_batch, pareto, search
+from planish.compress.serving import model_bytes
 from planish.compress.settle import Make, Quality, Settled, improve, settle
 from planish.compress.space import Architecture
 from planish.compress.stack import Stack

@@ -6,17 +6,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from planish.compress.calibrate import Calibration
-from planish.compress.costs import (
-    Costs,
-    Numbers,
-    Scenario,
-    Sizes,
-    cache_numbers,
-    model_parameters,
-    workspace_bytes,
-)
+from planish.compress.costs import Costs, Numbers, Scenario, Sizes, cache_numbers, model_parameters
 from planish.compress.scores import Metric
 from planish.compress.search import Ceiling, share_of_parent, throughput
+from planish.compress.serving import workspace_bytes
 from planish.compress.space import Menu, Space
 from planish.errors import DoesNotFit, UsageError
 from planish.runfile import RunFile

@@ -4,16 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from planish.compress.costs import (
-    Costs,
-    Scenario,
-    choice_bytes,
-    choice_parameters,
-    ends_parameters,
-    model_bytes,
-    model_parameters,
-    workspace_bytes,
-)
+from planish.compress.costs import Costs, Scenario, choice_parameters, ends_parameters, model_parameters
+from planish.compress.serving import choice_bytes, model_bytes, workspace_bytes
 from planish.compress.space import Architecture, Choice, NoAttention, NoFfn, Space, Width, attends
 from planish.errors import DoesNotFit
 from planish.knapsack import Infeasible, Limit, Near, Problem, Reach, Solution, Table, solve
