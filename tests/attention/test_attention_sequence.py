@@ -1,5 +1,7 @@
 """Attention over ranks that share each row: the numbers of whole rows, whichever way keys and queries meet."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from attention import sequence_work
 from planish.comm.ring import Circle
 from planish.peaks.attention.heads import head_ranges
 from planish.peaks.attention.sequence import sequence_attention
-from planish.price.sights import sights
+from planish.price.sights import position, sights, turned, turned_bounds, turned_sights
 
 # Two rows of 23: spans of 11 and 12, or of 5, 6, 6 and 6; documents within a span, over one edge and over all.
 ROWS = {"rows": 2, "width": 23}
@@ -87,7 +89,7 @@ def test_what_is_seen_is_what_masks_show(window, num_ranks):
         for (rank, other), each in found.items()
         for sight in each
         for row in [sight.row]
-        for query in range(rank * width // num_ranks, rank * width // num_ranks + sight.num_queries)
+        for query in range(rank * width // num_ranks, rank * width // num_ranks + sight.queries.stop)
         for key in range(other * width // num_ranks + sight.keys.start, other * width // num_ranks + sight.keys.stop)
         if window is None or query - key < window
     }
@@ -103,6 +105,55 @@ def test_what_is_seen_is_what_masks_show(window, num_ranks):
         and (window is None or query - key < window)
     }
     assert shown == wanted
+
+
+def shown_by_turns(bounds, *, rows, width, num_ranks):
+    """Return each rank's (row, key, query), of keys before queries, in tokens of whole rows."""
+    parts = turned(width, num_ranks)
+    tokens = [[*range(low.start, low.stop), *range(high.start, high.stop)] for low, high in parts]
+    shown = [set() for _ in parts]
+    for (rank, other), each in turned_sights(bounds, rows=rows, width=width, num_ranks=num_ranks).items():
+        for sight in each:
+            for key in tokens[other][sight.keys]:
+                shown[rank] |= {(sight.row, key, query) for query in tokens[rank][sight.queries]}
+    for rank, own in enumerate(tokens):
+        for begin, end in pairwise(turned_bounds(bounds, rows=rows, width=width, own=parts[rank])):
+            there = [divmod(at, len(own)) for at in range(begin, end)]
+            shown[rank] |= {(row, own[key], own[query]) for row, query in there for _, key in there if key < query}
+    return shown
+
+
+@pytest.mark.parametrize("bounds", [(0, 3, 4, 20, 23, 45, 46), (0, 23, 46), (0, 11, 12, 23, 24, 46)])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 30])
+def test_what_is_seen_by_turns_is_what_masks_show(bounds, num_ranks):
+    rows, width = ROWS["rows"], ROWS["width"]
+    shown = shown_by_turns(bounds, **ROWS, num_ranks=num_ranks)
+    document = [sum(bound <= token for bound in bounds) for token in range(rows * width)]
+    wanted = {
+        (row, key, query)
+        for row in range(rows)
+        for query in range(width)
+        for key in range(query)
+        if document[row * width + key] == document[row * width + query]
+    }
+    assert set().union(*shown) == wanted
+    assert sum(map(len, shown)) == len(wanted)  # none twice
+
+
+@pytest.mark.parametrize("width", [1, 5, 23, 24, 96])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
+def test_turned_parts_are_all_tokens_and_none_longer_than_a_span(width, num_ranks):
+    parts = turned(width, num_ranks)
+    assert sorted(token for two in parts for each in two for token in range(each.start, each.stop)) == [*range(width)]
+    assert max(position(two, width) for two in parts) <= -(-width // num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_by_turns_all_ranks_have_as_much_to_do(num_ranks):
+    """Where the last span would see 2P - 1 times what the first one sees."""
+    width = 12 * num_ranks
+    work = [len(each) for each in shown_by_turns((0, width), rows=1, width=width, num_ranks=num_ranks)]
+    assert len(set(work)) == 1
 
 
 def test_a_span_of_another_length_is_refused():

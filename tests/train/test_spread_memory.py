@@ -14,6 +14,7 @@ from planish.train.loop import train_step
 
 LAYERS, STEPS = 4, 3
 PIPELINED = [("plan.dispatch.method", "pipelined"), ("plan.dispatch.borrow_routes", 1)]
+BOTH = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 ODD_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48}
 CASES = {
     "shards fp32": ("llama", {"dp": 2}, []),
@@ -41,7 +42,7 @@ CASES = {
         {"dp": 4, "cp": 2},
         [("model.dtype", "bf16"), ("train.grad_accum", 2), ("plan.boundary.keep_attention", True)],
     ),
-    "rows over ranks by spans": ("gemma3", {"dp": 2, "cp": 2}, [], ODD_HEADS),
+    "rows over ranks by spans, and by turns": ("gemma3", {"dp": 2, "cp": 2}, [], ODD_HEADS | BOTH),
     "rows, experts and vocabulary over ranks": (
         "qwen3-moe",
         {"dp": 4, "cp": 2, "ep": 4, "vp": 2},

@@ -1,9 +1,10 @@
 """What attention weighs where ranks share rows: the allocations of `peaks.attention.sequence`, replayed.
 
-Counted from the moment attention is called, for the rank with the last span, whose queries see the most keys.
+Counted from the moment attention is called, for the rank with the last span: of the ranks in a window its queries see
+the most keys, and where spans are turned it has the most queries beside any keys.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -18,9 +19,9 @@ from planish.price.attention import (
     replay_forward,
     sink_gradient,
 )
-from planish.price.sights import Sight, sights
+from planish.price.sights import Sight, sights, turned_sights
 from planish.price.tally import Tally
-from planish.shapes import AttentionShape, BatchShape, spans
+from planish.shapes import AttentionShape, BatchShape
 
 _WIDE = 4
 _NAMES = ("query", "key", "value")
@@ -62,10 +63,11 @@ def sequence_bytes(attention: AttentionShape, batch: BatchShape, itemsize: int) 
         itemsize: Bytes of one number.
     """
     whole = replace(batch, context=batch.context * batch.sharers)
-    replay = _by_heads if by_heads(attention, batch.sharers) else _by_spans
+    dealt = by_heads(attention, batch.sharers)
+    replay = _by_heads if dealt else _by_spans if attention.window else _by_turns
     found = replay(attention, whole, itemsize, batch.sharers)
     operands = sum(_sizes(attention, batch.tokens, itemsize).values()) + batch.tokens * attention.num_heads * _WIDE
-    if by_heads(attention, batch.sharers):  # the operands themselves go once they are sent
+    if dealt or not attention.window:  # the operands themselves go once they are sent
         return replace(found, more=found.kept - operands)
     return found
 
@@ -82,7 +84,7 @@ def _sizes(attention: AttentionShape, tokens: int, itemsize: int) -> dict[str, i
 
 
 def _by_heads(attention: AttentionShape, batch: BatchShape, itemsize: int, num_ranks: int) -> AttentionBytes:
-    """Replay `ToHeads`, the attention of whole rows, and `ToTokens`."""
+    """Replay the attention of whole rows between `ToHeads` and `ToTokens`."""
     own = replace(
         attention,
         num_heads=attention.num_heads // num_ranks,
@@ -92,7 +94,35 @@ def _by_heads(attention: AttentionShape, batch: BatchShape, itemsize: int, num_r
     here, there = (_sizes(each, tokens, itemsize) for each, tokens in ((attention, span), (own, batch.tokens)))
     copies = own.num_kv_heads * num_ranks // attention.num_kv_heads  # of each key head, that travel
     lse = batch.tokens * own.num_heads * _WIDE
-    several = batch.rows > 1
+    between = _Between(
+        forward=forward_bytes(own, batch, itemsize),
+        kept=there["out"] + lse,
+        backward=backward_bytes(own, batch, itemsize),
+    )
+    return _there_and_back(here, there, between, copies=copies, several=batch.rows > 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Between:
+    """Bytes of attention itself: at most in forward, kept with the output, and at most in backward."""
+
+    forward: int
+    kept: int
+    backward: int
+
+
+def _there_and_back(
+    here: dict[str, int], there: dict[str, int], between: _Between, *, copies: int, several: bool
+) -> AttentionBytes:
+    """Replay attention between two exchanges.
+
+    Args:
+        here: Bytes of the operands as they are given.
+        there: As attention takes them.
+        between: Of attention.
+        copies: How often keys and values travel.
+        several: There are several rows.
+    """
     tally = Tally()
     for name in _NAMES:
         tally.hold(sent=here[name] * (1 if name == "query" else copies), arrived=there[name])
@@ -102,8 +132,8 @@ def _by_heads(attention: AttentionShape, batch: BatchShape, itemsize: int, num_r
             tally.drop("arrived")
         else:
             tally.rename(**{name: "arrived"})
-    tally.spike(forward_bytes(own, batch, itemsize))
-    tally.hold(whole=there["out"], lse=lse)
+    tally.spike(between.forward)
+    tally.hold(whole=between.kept)
     tally.hold(sent=there["out"], arrived=here["out"])
     tally.drop("sent")
     tally.hold(out=here["out"])
@@ -115,9 +145,9 @@ def _by_heads(attention: AttentionShape, batch: BatchShape, itemsize: int, num_r
     if several:
         back.hold(grad=there["out"])
         back.drop("arrived")
-    back.spike(backward_bytes(own, batch, itemsize))
+    back.spike(between.backward)
     back.drop("grad", "arrived")
-    back.free(sum(there.values()) + lse)
+    back.free(sum(there[name] for name in _NAMES) + between.kept)
     back.hold(grads=sum(there[name] for name in _NAMES))
     for name in _NAMES:
         back.hold(sent=there[name], arrived=here[name] * (1 if name == "query" else copies))
@@ -129,14 +159,34 @@ def _by_heads(attention: AttentionShape, batch: BatchShape, itemsize: int, num_r
 
 def _by_spans(attention: AttentionShape, batch: BatchShape, itemsize: int, num_ranks: int) -> AttentionBytes:
     """Replay attention by an `ExchangeKernel`."""
-    own = spans(batch.context, num_ranks)[-1]
-    call = Call(attention=attention, rows=batch.rows, context=own.stop - own.start, itemsize=itemsize)
     row = {"rows": 1, "width": batch.context, "num_ranks": num_ranks, "window": attention.window}  # all are alike
-    seen = sights((0, batch.context), **row, last_alone=True)
+    found = _exchange(attention, batch, itemsize, num_ranks, sights((0, batch.context), **row, last_alone=True))
+    return AttentionBytes(forward=found.forward, kept=found.kept, backward=found.backward, more=0)
+
+
+def _by_turns(attention: AttentionShape, batch: BatchShape, itemsize: int, num_ranks: int) -> AttentionBytes:
+    """Replay attention by an `ExchangeKernel` between two `Turn`."""
+    row = {"rows": 1, "width": batch.context, "num_ranks": num_ranks}
+    seen = turned_sights((0, batch.context), **row, last_alone=True)
+    sizes = _sizes(attention, batch.tokens // num_ranks, itemsize)
+    between = _exchange(attention, batch, itemsize, num_ranks, seen)
+    return _there_and_back(sizes, sizes, between, copies=1, several=batch.rows > 1)
+
+
+def _exchange(
+    attention: AttentionShape,
+    batch: BatchShape,
+    itemsize: int,
+    num_ranks: int,
+    seen: Mapping[tuple[int, int], Sequence[Sight]],
+) -> _Between:
+    """Replay an `ExchangeKernel` of the last rank."""
+    context = batch.context // num_ranks
+    call = Call(attention=attention, rows=batch.rows, context=context, itemsize=itemsize)
     far = _unlike([_far_call(call, sight) for [sight] in seen.values()])
-    sizes = _sizes(attention, batch.rows * call.context, itemsize)
+    sizes = _sizes(attention, batch.rows * context, itemsize)
     forward, kept = _spans_forward(call, far, sizes)
-    return AttentionBytes(forward=forward, kept=kept, backward=_spans_backward(call, far, sizes), more=0)
+    return _Between(forward=forward, kept=kept, backward=_spans_backward(call, far, sizes))
 
 
 def _spans_forward(call: Call, far: list[Call], sizes: dict[str, int]) -> tuple[int, int]:

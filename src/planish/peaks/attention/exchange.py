@@ -1,4 +1,4 @@
-"""Keys and values of earlier spans of the sequence come to the queries that see them, one span at a time.
+"""Keys and values of other spans of the sequence come to the queries that see them, one span at a time.
 
 With `O_j, L_j` the output and lse of this rank's queries over the keys of span j alone,
 
@@ -6,9 +6,9 @@ With `O_j, L_j` the output and lse of this rank's queries over the keys of span 
 
 and every kernel's own backward is right for its keys once it is given O and L of all spans.
 
-[Note: steps] At step s each rank sends its keys to the rank s spans later and takes those of the rank s spans
-earlier; only what some query there sees, and no step that nobody needs. What arrives next travels while what is here is
-computed. In backward the gradients of these keys go back the same way.
+[Note: steps] At step s each rank sends its keys to the rank s places after it and takes those of the rank s places
+before it, in a circle; only what some query there sees, and no step that nobody needs. What arrives next travels while
+what is here is computed. In backward the gradients of these keys go back the same way.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,14 +33,14 @@ class ExchangeKernel:
 
     Memory:        forward, in room of fixed size: the largest span's keys and values three times; the output in
                    float32. Backward: five times, and the gradients in float32.
-    Communication: forward: each rank's keys and values to every later rank that sees them; backward: the same, and
-                   their gradients back.
+    Communication: forward: each rank's keys and values to every rank that sees them; backward: the same, and their
+                   gradients back.
     Exactness:     equal to dense attention up to the order of summation.
 
     Attributes:
         circle: The ranks, in the order of their spans.
         own: The products with this rank's own keys.
-        seen: What each rank sees of each earlier one.
+        seen: What each rank sees of each other.
         most_keys: Tokens of the largest span of all rows together.
         window: Keys that a query sees; None: all before it.
         softcap: Bound of the scores; None: no bound.
@@ -74,15 +74,15 @@ class ExchangeKernel:
     @property
     def steps(self) -> list[int]:
         """Distances at which some rank sees another."""
-        return sorted({rank - other for rank, other in self.seen})
+        return sorted({(rank - other) % self.circle.size for rank, other in self.seen})
 
-    def from_earlier(self, step: int) -> list[Sight]:
-        """Return what this rank sees of the rank `step` spans earlier."""
-        return self.seen.get((self.circle.rank, self.circle.rank - step), [])
+    def from_before(self, step: int) -> list[Sight]:
+        """Return what this rank sees of the rank `step` places before it."""
+        return self.seen.get((self.circle.rank, (self.circle.rank - step) % self.circle.size), [])
 
-    def by_later(self, step: int) -> list[Sight]:
-        """Return what the rank `step` spans later sees of this one."""
-        return self.seen.get((self.circle.rank + step, self.circle.rank), [])
+    def by_after(self, step: int) -> list[Sight]:
+        """Return what the rank `step` places after this one sees of it."""
+        return self.seen.get(((self.circle.rank + step) % self.circle.size, self.circle.rank), [])
 
     def far(self, sight: Sight, device_type: str) -> Kernel:
         """Return the products with keys that all come before the queries."""
@@ -95,8 +95,8 @@ class ExchangeKernel:
 def _add_far(plan: ExchangeKernel, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> None:
     """Let `out` and `lse` count the keys of other ranks too."""
     for step, arrived in _arrivals(plan, key, value):
-        for sight, far_key, far_value in _unpacked(plan.from_earlier(step), arrived, key, value):
-            at = slice(sight.row, sight.row + 1), slice(0, sight.num_queries)
+        for sight, far_key, far_value in _unpacked(plan.from_before(step), arrived, key, value):
+            at = slice(sight.row, sight.row + 1), sight.queries
             kernel = plan.far(sight, query.device.type)
             far_out, far_lse = kernel.forward(query[at[0], :, at[1]], far_key, far_value)
             _merge(out[at], lse[at], far_out, far_lse)
@@ -118,11 +118,11 @@ def _add_far_gradients(plan: ExchangeKernel, grad: Tensor, saved: tuple[Tensor, 
     home = _Home(plan, key, value)
     for step, arrived in _arrivals(plan, key, value):
         home.land(grad_key, grad_value)
-        leaving = _unpacked(plan.from_earlier(step), home.leaving, key, value)
+        leaving = _unpacked(plan.from_before(step), home.leaving, key, value)
         for (sight, far_key, far_value), (_, *places) in zip(
-            _unpacked(plan.from_earlier(step), arrived, key, value), leaving, strict=True
+            _unpacked(plan.from_before(step), arrived, key, value), leaving, strict=True
         ):
-            at = slice(sight.row, sight.row + 1), slice(0, sight.num_queries)
+            at = slice(sight.row, sight.row + 1), sight.queries
             operands = grad[at], query[at[0], :, at[1]], far_key, far_value, out[at], lse[at]
             parts = plan.far(sight, query.device.type).backward(*operands)
             grad_query[at[0], :, at[1]] += parts[0]
@@ -146,12 +146,12 @@ class _Home:
         self._coming: tuple[list[Sight], list[dist.Work]] | None = None
 
     def send(self, step: int) -> None:
-        """Begin to send what was made at `step`, and to receive what a later rank has made for this one."""
-        rank, seen = self._plan.circle.rank, self._plan.by_later(step)
+        """Begin to send what was made at `step`, and to receive what another rank has made for this one."""
+        rank, seen = self._plan.circle.rank, self._plan.by_after(step)
         hop = _begin(
             self._plan.circle,
             self.leaving,
-            (rank - step, _numel(self._plan.from_earlier(step), self._key, self._value)),
+            (rank - step, _numel(self._plan.from_before(step), self._key, self._value)),
             self._landing,
             (rank + step, _numel(seen, self._key, self._value)),
         )
@@ -176,11 +176,11 @@ def _arrivals(plan: ExchangeKernel, key: Tensor, value: Tensor) -> Iterator[tupl
     slots = (_room(plan, key, value), _room(plan, key, value))
 
     def begin(step: int, slot: Tensor) -> list[dist.Work]:
-        seen = plan.by_later(step)
+        seen = plan.by_after(step)
         for sight, *places in _unpacked(seen, leaving, key, value):
             for place, tensor in zip(places, (key, value), strict=True):
                 place.copy_(tensor[sight.row : sight.row + 1, :, sight.keys])
-        came = _numel(plan.from_earlier(step), key, value)
+        came = _numel(plan.from_before(step), key, value)
         return _begin(plan.circle, leaving, (rank + step, _numel(seen, key, value)), slot, (rank - step, came))
 
     steps = plan.steps
@@ -197,7 +197,7 @@ def _begin(circle: Circle, leaving: Tensor, to: tuple[int, int], into: Tensor, o
     sent, received = [0] * circle.size, [0] * circle.size
     for counts, (rank, numel) in ((sent, to), (received, of)):
         if numel:
-            counts[rank] = numel
+            counts[rank % circle.size] = numel
     return circle.begin_swap(into[: sum(received)], leaving[: sum(sent)], received, sent)
 
 

@@ -83,7 +83,7 @@ def _to_heads(circle: Circle, width: int, heads: Sequence[slice], tensor: Tensor
     rows, _, _, size = tensor.shape
     ranges = spans(width, circle.size)
     num_own = heads[circle.rank].stop - heads[circle.rank].start
-    arrived = _swap(
+    arrived = swap(
         circle,
         [tensor[:, :, each] for each in heads],
         [(rows, each.stop - each.start, num_own, size) for each in ranges],
@@ -91,7 +91,7 @@ def _to_heads(circle: Circle, width: int, heads: Sequence[slice], tensor: Tensor
     if rows == 1:
         return arrived.view(1, width, num_own, size)
     whole = tensor.new_empty(rows, width, num_own, size)
-    for each, part in zip(ranges, _parts(arrived, [each.stop - each.start for each in ranges]), strict=True):
+    for each, part in zip(ranges, parts_of(arrived, [each.stop - each.start for each in ranges]), strict=True):
         whole[:, each] = part.view(rows, -1, num_own, size)
     return whole
 
@@ -102,10 +102,10 @@ def _to_tokens(circle: Circle, width: int, heads: Sequence[slice], num_heads: in
     ranges = spans(width, circle.size)
     num_own = ranges[circle.rank].stop - ranges[circle.rank].start
     counts = [each.stop - each.start for each in heads]
-    arrived = _swap(circle, [tensor[:, each] for each in ranges], [(rows, num_own, each, size) for each in counts])
+    arrived = swap(circle, [tensor[:, each] for each in ranges], [(rows, num_own, each, size) for each in counts])
     whole = tensor.new_empty(rows, num_own, num_heads, size)
     done = 0
-    for each, part in zip(heads, _parts(arrived, counts), strict=True):
+    for each, part in zip(heads, parts_of(arrived, counts), strict=True):
         place, came = whole[:, :, each], part.view(rows, num_own, -1, size)
         if each.start >= done:
             place.copy_(came)
@@ -115,7 +115,7 @@ def _to_tokens(circle: Circle, width: int, heads: Sequence[slice], num_heads: in
     return whole
 
 
-def _swap(circle: Circle, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Tensor:
+def swap(circle: Circle, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Tensor:
     """Send each rank its part; return what all ranks have sent, one after the other, of these shapes."""
     numels = [each.numel() for each in parts]
     sent = parts[0].new_empty(sum(numels))
@@ -127,7 +127,7 @@ def _swap(circle: Circle, parts: Sequence[Tensor], shapes: Sequence[tuple[int, .
     return arrived
 
 
-def _parts(arrived: Tensor, weights: Sequence[int]) -> Sequence[Tensor]:
+def parts_of(arrived: Tensor, weights: Sequence[int]) -> Sequence[Tensor]:
     """Return the part of each rank, which are as long as `weights` to one another."""
     unit = arrived.numel() // max(1, sum(weights))
     return arrived.split([unit * each for each in weights])

@@ -1,11 +1,12 @@
 """Exact causal attention where ranks share each row of the batch: each holds a span of its tokens.
 
 [Note: two ways] Where heads can be dealt out evenly, ranks exchange heads for tokens: each then works on whole rows of
-some heads, and all have as much to do. Otherwise keys and values of earlier spans come to the queries that see them;
-then a rank has the more to do the later its span.
+some heads, and all have as much to do. Otherwise keys and values of other spans come to the queries that see them;
+without a window each rank then takes a part from the front and one from the back, so that again all have as much to do.
 """
 
 from collections.abc import Sequence
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -15,8 +16,17 @@ from planish.peaks.attention.documents import Shape, document_bounds
 from planish.peaks.attention.exchange import ExchangeKernel
 from planish.peaks.attention.heads import ToHeads, ToTokens, head_ranges
 from planish.peaks.attention.kernel import Attention
-from planish.price.sights import own_bounds, sights
+from planish.peaks.attention.turn import Turn
+from planish.price.sights import own_bounds, sights, turned, turned_bounds, turned_sights
 from planish.shapes import spans
+
+
+class Options(TypedDict):
+    """How queries meet keys, whatever the way."""
+
+    window: int | None
+    softcap: float | None
+    scale: float
 
 
 def sequence_attention(  # noqa: PLR0913 (keyword-only options)
@@ -36,9 +46,10 @@ def sequence_attention(  # noqa: PLR0913 (keyword-only options)
     Every rank of `circle` calls it with the same settings; rank r holds `shapes.spans(S, ranks)[r]` of each row.
 
     Memory:        by heads: the three tensors, their output and lse as if all tokens were here and H / ranks heads;
-                   while they are exchanged, a copy of one. By spans: see `ExchangeKernel`. Never S x S.
+                   while they are exchanged, a copy of one. By spans: see `ExchangeKernel`; without a window a copy of
+                   the three tensors and of the output too. Never S x S.
     Communication: by heads: query, key, value and output once in each pass. By spans: keys and values to each rank
-                   that sees them, their gradients back.
+                   that sees them, their gradients back; without a window query, key, value and output once too.
     Exactness:     equal to dense attention with the full mask up to the order of summation.
 
     Args:
@@ -67,22 +78,46 @@ def sequence_attention(  # noqa: PLR0913 (keyword-only options)
     circle = circle.beside(query)
     dealt = head_ranges(num_heads, key.shape[1], circle.size)
     if dealt is None:
-        own = spans(width, circle.size)[circle.rank]
-        options = {"window": window, "softcap": softcap, "scale": scale}
-        held = own_bounds(bounds, rows=rows, width=width, own=own)
-        exchange = ExchangeKernel(
-            circle=circle,
-            own=choose_kernel(query, key, value, bounds=held, **options),
-            seen=sights(bounds, rows=rows, width=width, num_ranks=circle.size, window=window),
-            most_keys=rows * -(-width // circle.size),
-            **options,
-        )
-        return Attention.apply(exchange, query, key, value, sinks)
+        options = Options(window=window, softcap=softcap, scale=scale)
+        return _by_spans(query, key, value, sinks, circle, bounds, width, options)
     heads, kv_heads = dealt
     query, key, value = ToHeads.apply(circle, width, (heads, kv_heads, kv_heads), query, key, value)
     kernel = choose_kernel(query, key, value, bounds=bounds, window=window, softcap=softcap, scale=scale)
     sinks = None if sinks is None else sinks[heads[circle.rank]]
     return ToTokens.apply(circle, heads, Attention.apply(kernel, query, key, value, sinks))
+
+
+def _by_spans(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    circle: Circle,
+    bounds: Sequence[int],
+    width: int,
+    options: Options,
+) -> Tensor:
+    """Return attention by keys that come, over spans as they are or turned."""
+    place: dict[str, Any] = {"rows": query.shape[0], "width": width}
+    turns = options["window"] is None
+    if turns:
+        own_two = turned(width, circle.size)[circle.rank]
+        held = turned_bounds(bounds, **place, own=own_two)
+        seen = turned_sights(bounds, **place, num_ranks=circle.size)
+        moved = Turn.apply(circle, width, True, *(each.transpose(1, 2) for each in (query, key, value)))
+        query, key, value = (each.transpose(1, 2) for each in moved)
+    else:
+        held = own_bounds(bounds, **place, own=spans(width, circle.size)[circle.rank])
+        seen = sights(bounds, **place, num_ranks=circle.size, window=options["window"])
+    exchange = ExchangeKernel(
+        circle=circle,
+        own=choose_kernel(query, key, value, bounds=held, **options),
+        seen=seen,
+        most_keys=query.shape[0] * -(-width // circle.size),
+        **options,
+    )
+    out = Attention.apply(exchange, query, key, value, sinks)
+    return Turn.apply(circle, width, False, out)[0] if turns else out
 
 
 def _width(cu_seq_lens: Sequence[int], query: Tensor, key: Tensor, circle: Circle) -> int:
