@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from planish.errors import WorldFailed
 from planish.memory.ledger import Ledger
 from planish.runfile import load as load_run
 from planish.train import behind as behind_module
-from planish.train.behind import BLOCKS, Behind, at_once, room_for
+from planish.train.behind import BLOCKS, Behind, at_once, open_behind, room_for
 from planish.train.checkpoint import latest
 from planish.train.predict import price, read_table
 from planish.train.run_folder import follow_run_folder
@@ -43,6 +44,47 @@ def manifest(folder, step):
 def saving(run, path, **changes):
     save = dataclasses.replace(run.save, dir=path, every=1, keep=9, **changes)
     return dataclasses.replace(run, save=save)
+
+
+def test_bytes_of_a_tensor_are_those_of_the_array(tmp_path):
+    """The way that a device's bytes take, here from the host."""
+    drawn = torch.arange(3 * ROOM + 5, dtype=torch.int32).view(torch.uint8)
+    behind = Behind(torch.empty(ROOM, dtype=torch.uint8))
+    for name, opened in (("at-once", at_once), ("behind", behind.file)):
+        with opened(tmp_path / name) as file:
+            file.write(b"head")
+            file.write(drawn)
+    idle(behind)
+    assert behind.error is None
+    behind.stop()
+    assert {(tmp_path / name).read_bytes() for name in ("at-once", "behind")} == {b"head" + drawn.numpy().tobytes()}
+
+
+def test_the_room_is_page_locked_for_cuda_as_long_as_the_thread_lives(monkeypatch):
+    """CUDA's calls, written down by one that is not there."""
+    calls = []
+
+    class Runtime:
+        def cudaHostRegister(self, at, nbytes, flags):  # noqa: N802 - CUDA's
+            calls.append(("lock", at, nbytes))
+            return 0
+
+        def cudaHostUnregister(self, at):  # noqa: N802 - CUDA's
+            calls.append(("unlock", at, threads()))
+
+    def threads():
+        return sum(each.name == "planish-checkpoint" for each in threading.enumerate())
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    room, before = torch.empty(ROOM, dtype=torch.uint8), threads()
+    with ExitStack() as scope:
+        open_behind(room, scope, device_type="cuda")
+        assert calls == [("lock", room.data_ptr(), ROOM)]
+    assert calls[1:] == [("unlock", room.data_ptr(), before)]
+    with ExitStack() as scope:
+        open_behind(room, scope, device_type="cpu")
+    assert len(calls) == 2
 
 
 def test_files_are_what_was_written_in_less_room(tmp_path):

@@ -1,6 +1,8 @@
 """Host memory as far memory: one slab of exact size, page-locked for a CUDA device; and the device's own memory."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -42,7 +44,7 @@ class HostSlab:
     def close(self) -> None:
         """Unlock and free the block."""
         if self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+            _unlock(self._bytes)
         del self._bytes
 
 
@@ -67,6 +69,21 @@ def aligned(block: Tensor) -> Tensor:
     """Return `block` without its last page, from its first whole page on."""
     start = -block.data_ptr() % ALIGNMENT
     return block[start : start + block.nbytes - ALIGNMENT]
+
+
+@contextmanager
+def page_locked(block: Tensor) -> Iterator[None]:
+    """Keep host memory page-locked for CUDA meanwhile; where that fails say so, copies are slower then."""
+    locked = _lock(block)
+    try:
+        yield
+    finally:
+        if locked:
+            _unlock(block)
+
+
+def _unlock(block: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
 
 
 def _lock(block: Tensor) -> bool:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Queue, SimpleQueue
@@ -13,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from planish.memory.far_host import page_locked
 from planish.memory.ledger import Ledger
 
 BLOCKS = 8
 
-Data = bytes | np.ndarray
-"""Bytes, [N]."""
+Data = bytes | np.ndarray | Tensor
+"""Bytes, [N]; a tensor's may be on a device."""
 
 
 class Sink(Protocol):
@@ -41,8 +43,19 @@ def at_once(path: Path) -> Iterator[Sink]:
         OSError: The disk refuses.
     """
     with path.open("wb") as file:
-        yield file
+        yield _AtOnce(file)
         _make_durable(file)
+
+
+@dataclass(frozen=True, slots=True)
+class _AtOnce:
+    """A file that takes bytes as they come."""
+
+    file: IO[bytes]
+
+    def write(self, data: Data, /) -> None:
+        """Write `data`."""
+        self.file.write(data.cpu().numpy() if isinstance(data, Tensor) else data)
 
 
 class Behind:
@@ -123,13 +136,17 @@ class _File:
         self._filled = 0
 
     def write(self, data: Data, /) -> None:
-        """Copy `data` for the thread."""
-        left = np.frombuffer(data, dtype=np.uint8)
+        """Copy `data` for the thread; a device's go straight to the block, which is page-locked for it."""
+        left = data if isinstance(data, Tensor) else np.frombuffer(data, dtype=np.uint8)
         while len(left):
             if self._block is None:
                 self._block = self._behind.block()
             room = self._block[self._filled :][: len(left)]
-            room[:], left = left[: len(room)], left[len(room) :]
+            part, left = left[: len(room)], left[len(room) :]
+            if isinstance(part, Tensor):
+                torch.from_numpy(room).copy_(part)
+            else:
+                room[:] = part
             self._filled += len(room)
             if self._filled == len(self._block):
                 self.flush()
@@ -156,8 +173,16 @@ class _File:
         self._file.write(part)
 
 
-def open_behind(room: Tensor, scope: ExitStack) -> Behind:
-    """Return a thread that writes files by way of `room`, until `scope` closes."""
+def open_behind(room: Tensor, scope: ExitStack, *, device_type: str) -> Behind:
+    """Return a thread that writes files by way of `room`, until `scope` closes.
+
+    Args:
+        room: Bytes on the host.
+        scope: Ends the thread.
+        device_type: Where the tensors are that will be written; for "cuda" `room` is page-locked meanwhile.
+    """
+    if device_type == "cuda":
+        scope.enter_context(page_locked(room))
     behind = Behind(room)
     scope.callback(behind.stop)
     return behind

@@ -156,7 +156,7 @@ def build(run: RunFile, ledger: Ledger, scope: ExitStack, world: World = ALONE) 
         optimizer=build_optimizer(engine, run, scope),
         feed=feed,
         eval_batches=lambda: held_out_batches(run, tokenizer, world),
-        behind=None if room is None else open_behind(room, scope),
+        behind=None if room is None else open_behind(room, scope, device_type=engine.device.type),
     )
 
 

@@ -102,7 +102,8 @@ def write_safetensors(
 
 def _write(file: Sink, pieces: Iterable[Tensor]) -> None:
     for piece in pieces:
-        file.write(piece.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        flat = (piece if piece.is_contiguous() else piece.cpu().contiguous()).reshape(-1).view(torch.uint8)
+        file.write(flat.numpy() if flat.device.type == "cpu" else flat)
 
 
 def in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
