@@ -350,7 +350,7 @@ def test_a_child_is_exported(scene, capsys, tmp_path):
     assert (code, "is not empty" in err) == (2, True)
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3-moe", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_a_mixture_keeps_its_experts_and_loses_the_rest(model_folder, tmp_path, capsys, family):
     text = tmp_path / "text.txt"
     text.write_text("It was a bright cold day in April, and the clocks were striking.\n\n" * 60, encoding="utf-8")

@@ -70,7 +70,11 @@ def measured(run, world):
     return steps, held_outs, [*batches, held_out], num_params
 
 
-SLOW = ("rows over ranks, groups of them, bf16",)
+SLOW = (
+    "rows over ranks, groups of them, bf16",
+    "experts over ranks in copies",
+    "copies of a shared vocabulary bf16",
+)
 
 
 @pytest.mark.parametrize(
