@@ -63,7 +63,17 @@ def test_the_worst_of_each_phase_is_kept_with_its_step(builder):
         "head": (1, 9),
         "eval": (2, 8),
     }
-    assert run.peak is run.phases["head"]
+    assert run.peak == run.phases["head"]
+
+
+def test_time_begins_with_the_first_event_of_the_recording(builder):
+    """A recording waits for its step, while files are opened and rows read."""
+    head = {"peak_bytes": 9, "categories": {"other": 9}, "at_s": 2.5, "owners": []}
+    timeline = [[2.0, 4, "forward"], [2.5, 9, "head"]]
+    builder.settings().lines("memory.jsonl", {"step": 1, "phases": {"head": head}, "timeline": timeline})
+    run = read_run(builder.path)
+    assert run.timeline == ((0.0, 4, "forward"), (0.5, 9, "head"))
+    assert run.peak.at_s == 0.5
     assert run.timeline == ()
 
 

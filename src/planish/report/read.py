@@ -2,7 +2,8 @@
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +95,19 @@ def _read_memory(path: Path, notes: list[str]) -> tuple[dict[str, PhasePeak], Ph
             larger = _peaks_above(phases, line)
             top = max(larger.values(), key=lambda peak: peak.peak_bytes, default=None)
             if top is not None and top.peak_bytes > (worst.peak_bytes if worst else 0):
-                timeline = tuple((float(at_s), int(live), str(phase)) for at_s, live, phase in line.get("timeline", ()))
-                worst = top
+                worst, timeline = _from_the_first_event(top, line.get("timeline", ()))
             phases |= larger
         except _MALFORMED:
             notes.append(f"{path.name}: a line of step {line.get('step')} is not the ledger's and was left out.")
     return phases, worst, timeline
+
+
+def _from_the_first_event(peak: PhasePeak, points: Iterable[Any]) -> tuple[PhasePeak, tuple[Point, ...]]:
+    """Return a peak and its line's timeline in seconds since its first event; a recording waits for its step."""
+    timeline = [(float(at_s), int(live), str(phase)) for at_s, live, phase in points]
+    first_s = min([peak.at_s, *(at_s for at_s, _, _ in timeline)]) if timeline else 0.0
+    shifted = tuple((at_s - first_s, live, phase) for at_s, live, phase in timeline)
+    return replace(peak, at_s=peak.at_s - first_s), shifted
 
 
 def _peaks_above(phases: Mapping[str, PhasePeak], line: Mapping[str, Any]) -> dict[str, PhasePeak]:

@@ -45,7 +45,7 @@ class PhasePeak:
         phase: Which phase.
         step: The step in or after which it was; 0 before the first.
         peak_bytes: Bytes alive then.
-        at_s: Seconds since the recording of that line began.
+        at_s: Seconds since the recording of that line began; of the worst, since its first event.
         categories: Those bytes by category.
         holders: The largest holders.
     """
@@ -111,7 +111,7 @@ class RunRecord:
         metrics: The lines of `metrics.jsonl` in order.
         phases: The worst moment of each phase over all lines of `memory.jsonl`, in the order of a run.
         peak: The worst of all moments; None where no memory was recorded.
-        timeline: (seconds, live bytes, phase) over the recording that `peak` belongs to.
+        timeline: (seconds since its first, live bytes, phase) over the recording that `peak` belongs to.
         predicted: What `plan.json` expected of each phase; None where there is no such file.
         exceeded: The text of `budget-exceeded.txt`; None where there is no such file.
         notes: What could not be read, a sentence each.
