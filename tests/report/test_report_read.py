@@ -64,6 +64,7 @@ def test_the_worst_of_each_phase_is_kept_with_its_step(builder):
         "eval": (2, 8),
     }
     assert run.peak == run.phases["head"]
+    assert run.timeline == ()
 
 
 def test_time_begins_with_the_first_event_of_the_recording(builder):
@@ -74,7 +75,6 @@ def test_time_begins_with_the_first_event_of_the_recording(builder):
     run = read_run(builder.path)
     assert run.timeline == ((0.0, 4, "forward"), (0.5, 9, "head"))
     assert run.peak.at_s == 0.5
-    assert run.timeline == ()
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "memory.jsonl"])
