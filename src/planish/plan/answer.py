@@ -7,6 +7,7 @@ from typing import Any
 from planish.decode import encode, method_name
 from planish.methods import AdamW, Apollo, Offload, Plan, StreamAdamW, keeps_attention
 from planish.plan.frames import SLOTS, Frame, Option, frames
+from planish.plan.longest import longest
 from planish.plan.question import Candidate, Question
 from planish.plan.search import search
 from planish.units import format_bytes
@@ -164,14 +165,7 @@ def longest_context(question: Question, like: Candidate) -> int | None:
         ]
         return any(each.over() is None for each in others)
 
-    step = question.devices
-    low, high = 0, step
-    while high < _LONGEST and fits(high):
-        low, high = high, 2 * high
-    while high - low > max(step, low // 64):
-        middle = (low + high) // (2 * step) * step
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low or None
+    return longest(fits, unit=question.devices, most=_LONGEST, share=64)
 
 
 def fewest_devices(question: Question) -> int | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planish.methods import Plan, StreamAdamW
+from planish.plan.longest import longest
 from planish.price.head import head_bytes
 from planish.price.moment import Alive, Moment
 from planish.price.state import placement
@@ -165,12 +166,4 @@ def longest_context(table: LayerTable, batch: BatchShape, plan: Plan, *, master:
         )
         return estimate(table, longer, plan, master=master).peak_bytes <= budget_bytes
 
-    if not fits(1):
-        return None
-    low, high = 1, 2
-    while high < _LONGEST and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return longest(fits, most=_LONGEST)
