@@ -11,6 +11,7 @@ from planish.plan.estimate import Estimate, of_moments, walk
 from planish.price.boundary import Boundaries, Depth
 from planish.price.dispatch_ranks import Launch, block_rows_of
 from planish.price.hardware import Hardware
+from planish.price.processor import product_dtype
 from planish.price.sharding import Gathered
 from planish.price.state import deal_bytes, placement
 from planish.price.step import Moment
@@ -120,7 +121,9 @@ class Candidate:
         question, plan = self.question, self.plan
         boundary = "plain" if isinstance(plan.boundary, Plain) else "checkpoint"
         word = "keep" if keeps_attention(plan.boundary) else boundary
-        table = _table(question.shape, question.dtype, word, method_name(type(plan.activation)), self.mesh)
+        table = _table(
+            question.shape, question.dtype, word, method_name(type(plan.activation)), self.mesh, self._products
+        )
         launch = None
         if self.mesh.ep > 1 and isinstance(plan.dispatch, Pipelined):
             tokens = self.batch.tokens
@@ -132,6 +135,12 @@ class Candidate:
                 max_foreign=plan.dispatch.max_borrowed,
             )
         return replace(table, launch=launch, on_host=question.hardware.kind == "cuda")
+
+    @property
+    def _products(self) -> int | None:
+        """Bytes of what experts multiply: float32 on a CPU, where this one has no products of bf16; else as weights."""
+        on_cpu = self.question.hardware.kind == "cpu"
+        return 4 if on_cpu and product_dtype("bfloat16") == "float32" else None
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -216,7 +225,16 @@ class Candidate:
 
 
 @lru_cache(maxsize=256)
-def _table(shape: ModelShape, dtype: str, boundary: str, activation: str, mesh: MeshShape) -> LayerTable:
+def _table(
+    shape: ModelShape, dtype: str, boundary: str, activation: str, mesh: MeshShape, products_itemsize: int | None
+) -> LayerTable:
     itemsize = 4 if dtype == "fp32" else 2
-    table = table_of_shape(shape, dtype=dtype, boundary=boundary, activation=activation, mesh=mesh)
+    table = table_of_shape(
+        shape,
+        dtype=dtype,
+        boundary=boundary,
+        activation=activation,
+        mesh=mesh,
+        products_itemsize=products_itemsize,
+    )
     return replace(table, gathered=Gathered.of(shape, mesh, itemsize), vocab_ranks=mesh.vp, num_shards=1)

@@ -65,17 +65,21 @@ class Gathered:
 
     [Note: what FSDP2 holds] The weights beside the layers for the whole pass, twice while they arrive. Of the layers
     two, the one at work and the next, and a third's pieces while they arrive between layers. In backward also the
-    previous layer's gradients in the dtype that they are added up in.
+    previous layer's gradients in the dtype that they are added up in. Experts that several ranks hold are gathered on
+    their own: behind their layer's other weights, with those of the next layer on their way meanwhile; and theirs are
+    the gradients on their way once their backward is over.
 
     Attributes:
         root: Bytes of the weights beside the layers.
-        layer: Bytes of the largest layer's weights.
+        layer: Bytes of the largest layer's weights, but for experts that are gathered on their own.
+        experts: Bytes of those.
         wide: Bytes of a number in which gradients are added up, over the bytes of a weight's.
     """
 
     root: int
     layer: int
     wide: float
+    experts: int = 0
 
     @classmethod
     def of(cls, shape: ModelShape, mesh: MeshShape, itemsize: int) -> "Gathered | None":
@@ -84,27 +88,42 @@ class Gathered:
             return None
         gathered = [each for each in shape.tensors if whole_part(each, mesh).shape != own_part(each, mesh).shape]
         beside = [each for each in gathered if not is_of_layer(each.name)]
+        alone = [each for each in gathered if is_expert(each.name) and mesh.ep > 1]
         return cls(
             root=_nbytes(beside, mesh, itemsize),
-            layer=_nbytes_of_largest_layer(shape, gathered, mesh, itemsize),
+            layer=_nbytes_of_largest_layer(shape, [each for each in gathered if each not in alone], mesh, itemsize),
             wide=max(1.0, _REDUCED / itemsize),
+            experts=_nbytes(alone, mesh, itemsize),
         )
 
-    def at(self, phase: str, *, in_layer: bool) -> int:
-        """Return the bytes while a phase's layers, or what lies around them, are at work."""
+    def at(self, phase: str, *, in_layer: bool, behind_experts: bool = False) -> int:
+        """Return the bytes while a phase's layers, or what lies around them, are at work.
+
+        Args:
+            phase: As the ledger names it.
+            in_layer: Whether a layer is at work.
+            behind_experts: Whether the backward of its experts is over.
+        """
+        both = self.layer + self.experts
         match phase:
             case "forward" | "eval" if in_layer:
-                return self.root + 2 * self.layer
+                return self.root + 2 * both
             case "forward" | "eval":
-                return max(2 * self.root, self.root + 3 * self.layer)
+                return max(2 * self.root, self.root + 3 * both)
             case "head":
-                return self.root + self.layer
+                return self.root + both
+            case "backward" if in_layer and behind_experts:
+                return self.root + max(self.layer + int((1 + self.wide) * self.experts), self._in_backward)
             case "backward" if in_layer:
-                return self.root + int((2 + self.wide) * self.layer)
+                return self.root + self._in_backward
             case "backward":
-                return int(self.wide * self.root) + 3 * self.layer
+                return int(self.wide * self.root) + 3 * both
             case _:
                 return 0
+
+    @property
+    def _in_backward(self) -> int:
+        return self.experts + int((2 + self.wide) * self.layer)
 
 
 def _nbytes(tensors: Sequence[TensorShape], mesh: MeshShape, itemsize: int) -> int:

@@ -139,8 +139,9 @@ def stretch(
         live=Alive.of(live),
     )
     found: list[Moment] = []
+    gathered = table.gathered
     for part, layer, leg in legs:
-        beside = {} if table.gathered is None else {_GATHERED: table.gathered.at(leg.phase, in_layer=True)}
+        beside = {} if gathered is None else {_GATHERED: gathered.at(leg.phase, in_layer=True, behind_experts=True)}
         found += [each.beside(beside) for each in walk._leg(leg, layer, part)]
     return max(found, key=lambda each: each.total_bytes), walk.live.sizes
 
@@ -232,6 +233,7 @@ class _Walk:
     def through(self, which: Pass) -> Iterator[Moment]:
         """Yield the moments of one pass."""
         trained, gathered = bool(which.leave), self.table.gathered
+        behind: int | None = None
         for part, layer, leg in which.walk(self.table.layers):
             times = 1 if layer is None else self.times[layer]
             if times != 1:
@@ -239,7 +241,9 @@ class _Walk:
                 continue
             beside = {self.boundary: -self.depth.away(part, layer, leg.phase)} if trained else {}
             if gathered is not None:
-                beside[_GATHERED] = gathered.at(leg.phase, in_layer=layer is not None)
+                late = layer is not None and layer == behind
+                beside[_GATHERED] = gathered.at(leg.phase, in_layer=layer is not None, behind_experts=late)
+                behind = layer if leg.then == "experts backward" else behind
             for moment in self._leg(leg, layer, part if trained else None):
                 yield moment.beside(beside)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.price.dispatch import Experts
-from planish.price.sharding import is_expert, own_part, whole_part
+from planish.price.sharding import is_expert, is_of_layer, own_part, whole_part
 from planish.price.table import Holder, LayerTable, Leg, Line, Lines, Pass
 from planish.shapes import ExpertsShape, FeedForwardShape, HeadShape, LayerShape, MeshShape, ModelShape
 
@@ -303,13 +303,23 @@ class _Writer:
         )
 
     def _save_bytes(self) -> int:
-        """Return what writing takes at most: one layer's experts again; over ranks a tensor brought together, twice."""
+        """Return what writing takes at most.
+
+        One layer's experts again. Over ranks a tensor brought together, twice; where there are experts a layer brought
+        together, and one more of them, or two that are split both by expert and inside.
+        """
         sizes = {each.name: each.numel * self._itemsize for each in self._shape.tensors}
         experts = sorted(nbytes for name, nbytes in sizes.items() if is_expert(name))
         if not self._is_sharded:
             return experts[-1] if experts else 0
+        others = {name: nbytes for name, nbytes in sizes.items() if not is_expert(name)}
         again = 3 if self._mesh.vp > 1 else 2
-        return max(sum(experts) + max(experts, default=0), again * max(set(sizes.values()) - set(experts)))
+        largest = again * max(others.values())
+        if not experts:
+            return largest
+        pieces = 2 if 1 < self._mesh.ep < self._mesh.dp else 1
+        layer = sum(experts) + sum(nbytes for name, nbytes in others.items() if is_of_layer(name))
+        return max(layer + pieces * experts[-1], largest)
 
 
 @cache
