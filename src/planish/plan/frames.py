@@ -95,7 +95,8 @@ class Frame:
             dispatch += [
                 Option(method=Pipelined(), ep=ep, simplicity=1)
                 for ep in divisors(dp)[1:]
-                if question.num_experts % ep == 0 and (ep >= question.ranks_per_node or "ep" in question.degrees)
+                if question.num_experts % ep == 0
+                and ("ep" in question.degrees or (self.pp == 1 and ep >= question.ranks_per_node))
             ]
         boundary = [
             Option(method=Plain()),
@@ -201,7 +202,7 @@ def frames(question: Question) -> Iterator[Frame]:
         if "pp" not in question.degrees and pp not in (1, *_STAGES):
             continue
         for cp in divisors(question.devices // pp):
-            if question.degrees.get("cp", cp) == cp:
+            if question.degrees.get("cp", cp if pp == 1 else 1) == cp:
                 yield from _dealt(question, cp, pp)
 
 

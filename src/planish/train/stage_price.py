@@ -24,6 +24,7 @@ from planish.shapes import BatchShape, TensorShape
 _DTYPES = {2: "bfloat16", 4: "float32"}
 _SPARE = Holder("spare", "another schedule")
 _CAME = Holder("layer working set", "what came from another stage")
+_ARRIVING = Holder("gathered weights", "layers")
 _NORM = Holder("gradients", "the last norm")
 Legs = list[tuple[Part | None, int | None, Leg]]
 
@@ -299,6 +300,10 @@ class _Pricing:
         if inside[first_ones:] + out:
             rest, left = self._stretch(inside[first_ones:] + out, left)
             forward = max(forward, rest, key=lambda each: each.total_bytes)
+        if table.gathered is not None and len(layers) > 1:  # between layers a third one's pieces arrive
+            arriving = left | {_ARRIVING: table.gathered.at("forward", in_layer=False)}
+            between = replace(forward, layer=None, doing="between layers", alive=Alive.of(arriving))
+            forward = max(forward, between, key=lambda each: each.total_bytes)
         kept = sum(left.values()) - self._hidden if training else 0
         if not training:
             return StageBytes(forward=forward, kept=kept, first_backward=forward, backward=forward, gradients=0)
