@@ -122,10 +122,10 @@ def turned_sights(
     """
     found: dict[tuple[int, int], list[Sight]] = {}
     parts = turned(width, num_ranks)
-    for rank, other in product(range(num_ranks), repeat=2):
+    for rank, other in product(range(num_ranks - 1 if last_alone else 0, num_ranks), range(num_ranks)):
         own, theirs = parts[rank], parts[other]
         first = own[0] if other < rank and own[0].start < own[0].stop else own[1]
-        if rank == other or first.start == first.stop or (last_alone and rank < num_ranks - 1):
+        if rank == other or first.start == first.stop:
             continue
         seen = theirs[:1] if other < rank else theirs
         for row, keys in product(range(rows), seen):
