@@ -1,7 +1,6 @@
 """What a rank of a pipeline does in the tests: a small model in float64, its part here, the whole beside it."""
 
 import copy
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -205,15 +204,6 @@ def generate(group, *, method, head, tied):
     return ids.tolist(), whole.tolist()
 
 
-def bytes_left(ledger):
-    """Return what stays alive; gloo's thread lets go of the last buffer a moment after the wait for it ends."""
-    for _ in range(100):
-        if not ledger.live_bytes:
-            break
-        time.sleep(0.01)
-    return ledger.live_bytes
-
-
 def live_bytes(group, *, method, head, sizes, checkpointed=True):
     """Return for each number of microbatches the most bytes alive in a step, and what is alive after it."""
     torch.set_num_threads(1)
@@ -229,8 +219,7 @@ def live_bytes(group, *, method, head, sizes, checkpointed=True):
             with ledger.phase("forward"):
                 run.step(batches, upstream=1.0)
             memory = ledger.end_step()
-            after = bytes_left(ledger)
-        found.append((memory.peak_bytes, after))
+        found.append((memory.peak_bytes, ledger.live_bytes))
     return found
 
 

@@ -63,7 +63,6 @@ class RankBytes:
         rescale: The most of making the share from the product.
         head_gradients: Bytes of the head's, and of the embedding's where it is not tied.
         embedding_gradients: Bytes of the embedding's; 0 where it is tied.
-        padded: Whether an id has no gradient.
         training: Whether there is a backward.
     """
 
@@ -77,7 +76,6 @@ class RankBytes:
     rescale: int
     head_gradients: int
     embedding_gradients: int
-    padded: bool = False
     training: bool = True
 
     @property
@@ -117,6 +115,10 @@ class _Ring:
 
     def make_room(self) -> None:
         while self._under_way and (not self._under_way[0] or len(self._under_way) >= self._size):
+            self._walk.wait(self._under_way.popleft())
+
+    def settle(self) -> None:
+        while self._under_way:
             self._walk.wait(self._under_way.popleft())
 
     def add(self, *buffers: _Buffer) -> list[_Buffer]:
@@ -159,8 +161,11 @@ class RankWalk:
                 self._part()
             self._do(action)
         self._part()
-        losses = {_HEAD: _WIDE * self._schedule.num_microbatches, _HIDDEN: _AHEAD * self._sizes.hidden}
-        self._note("forward", losses, "bringing the losses together")  # the last transfers may not have ended
+        self._channel.settle()
+        for sends in self._sends.values():
+            sends.settle()
+        losses = {_HEAD: _WIDE * self._schedule.num_microbatches}
+        self._note("forward", losses, "bringing the losses together")
         return self.worst
 
     def wait(self, transfer: list[_Buffer]) -> None:
@@ -258,7 +263,7 @@ class RankWalk:
                 name = "embedding" if sizes.embedding_gradients else "head"
                 self._make_gradients(name, sizes.embedding_gradients or sizes.head_gradients)
                 wide, narrow = sizes.wide_hidden, sizes.itemsize < _WIDE
-                summing = wide * (1 + narrow + sizes.padded) + 3 * ids
+                summing = wide * (1 + narrow) + 2 * ids
                 adding = wide + narrow * (wide + sizes.hidden) + ids
                 self._note("backward", {_ROWS: max(summing, adding)}, "adding the embedding's gradients")
                 self._drop("returned", 0, i)

@@ -32,6 +32,8 @@ Say = Callable[[str], None]
 _INERT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
 
 
+# A token more or less never makes 2 % of what a rank of a pipeline holds.
+NEAR = 0.98
 # Phases of the passes of a pipeline, and the room that a schedule made anew may need in them.
 _PIPELINED = ("forward", "head", "backward")
 _SPARE = Holder("spare", "another schedule")
@@ -216,8 +218,8 @@ def _by_stages(run: RunFile, say: Say) -> Prediction | None:
 def by_dry_run(run: RunFile) -> Estimate:
     """Return each phase's peak over dry runs: whole rows, and rows cut into documents so as to hold most.
 
-    Of a pipeline, it is the peak of the rank that holds most in that phase. A token more or less never makes 2 %, so
-    that only ranks which come so near to the most are asked about both kinds of rows.
+    Of a pipeline, it is the peak of the rank that holds most in that phase. Only ranks that come `NEAR` to the most are
+    asked about both kinds of rows.
 
     Raises:
         NotPredictable: The step reads data.
@@ -228,7 +230,7 @@ def by_dry_run(run: RunFile) -> Estimate:
     ranks = [_dry_run(run, rank, cut) for rank in firsts]
     most = {phase: max(each[phase].peak_bytes for each in ranks) for phase in ranks[0]}
     for seat, found in enumerate(ranks if cut else ()):
-        if any(price.peak_bytes >= 0.98 * most[phase] for phase, price in found.items()):
+        if any(price.peak_bytes >= NEAR * most[phase] for phase, price in found.items()):
             whole = _dry_run(run, firsts[seat], {})
             ranks[seat] = {phase: max(found[phase], whole[phase], key=_by_peak) for phase in found}
     if run.mesh.pp == 1:

@@ -59,9 +59,8 @@ def estimate_stages(
 ) -> Estimate:
     """Return the peaks of the rank that holds most in each phase, and each rank's own.
 
-    Exactness: from the first forward to the last backward equal to a dry run of each rank, but for two hidden states
-        that may still travel at the end, where a step holds hardly more than weights and gradients. Where several ranks
-        share a stage's layers, never below it, for what they gather is bounded.
+    Exactness: from the first forward to the last backward equal to a dry run of the rank that holds most, and of the
+        others never below it. Where several ranks share a stage's layers, what they gather is bounded.
 
     Args:
         table: Of the whole model, as one of the ranks holds it that share each layer; see `stage_plan`.

@@ -1,6 +1,7 @@
 """The vocabulary's collectives, in the one order in which all ranks list them, and never more than two under way."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,32 +25,28 @@ class Channel:
 
     def broadcast(self, tensor: Tensor, root: int) -> Transfer | None:
         """Start to copy `tensor` from `root` to all ranks."""
-        return self._start(lambda: dist.broadcast(tensor, group=self.group, group_src=root, async_op=True), tensor)
+        return self._start(partial(dist.broadcast, group_src=root), tensor.detach())
 
     def gather(self, out: Tensor, tensor: Tensor) -> Transfer | None:
         """Start to gather `tensor` of all ranks, [...], as `out`, [p, ...]."""
-        flat = out.view(-1), tensor.reshape(-1)
-        return self._start(lambda: dist.all_gather_single(*flat, group=self.group, async_op=True), tensor, out)
+        return self._start(dist.all_gather_single, out.view(-1), tensor.reshape(-1))
 
     def reduce(self, tensor: Tensor, root: int) -> Transfer | None:
         """Start to sum `tensor` on `root`; on the other ranks it is used up."""
-        return self._start(lambda: dist.reduce(tensor, group=self.group, group_dst=root, async_op=True), tensor)
+        return self._start(partial(dist.reduce, group_dst=root), tensor.detach())
 
     def exchange(self, out: Tensor, tensor: Tensor, receives: list[int], sends: list[int]) -> Transfer | None:
         """Start to send the rows of `tensor`, so many to each rank, and to receive those of `out`."""
-
-        def issue() -> dist.Work:
-            return dist.all_to_all_single(out, tensor, receives, sends, group=self.group, async_op=True)
-
-        return self._start(issue, tensor, out, always=True)
+        parts = {"output_split_sizes": receives, "input_split_sizes": sends}
+        return self._start(partial(dist.all_to_all_single, **parts), out.detach(), tensor.detach(), always=True)
 
     def settle(self) -> None:
         """Wait for everything that is under way."""
         self._ring.settle()
 
-    def _start(self, issue: Callable[[], dist.Work], *tensors: Tensor, always: bool = False) -> Transfer | None:
+    def _start(self, collective: Callable[..., dist.Work], *lent: Tensor, always: bool = False) -> Transfer | None:
         """Start a collective; None where there is nobody to talk to, or nothing to say, as all ranks know."""
-        if self.size == 1 or not (always or tensors[0].numel()):
+        if self.size == 1 or not (always or lent[0].numel()):
             return None
         self._ring.make_room()
-        return self._ring.add(Transfer(issue(), *tensors))
+        return self._ring.add(Transfer(collective(*lent, group=self.group, async_op=True), *lent))

@@ -87,7 +87,7 @@ class LayersStage(_Stage):
         """
         forward, sends = kind is Kind.SEND_F, self._sends[kind]
         sends.make_room()
-        tensor = (self._outputs if forward else self._input_grads).pop(i).contiguous()
+        tensor = (self._outputs if forward else self._input_grads).pop(i).contiguous().detach()
         op = self._transfer(dist.isend, tensor, self.stage_index + (1 if forward else -1))
         sends.add(Transfer(op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer), tensor))
 

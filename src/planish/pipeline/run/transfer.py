@@ -1,5 +1,7 @@
 """A transfer under way, with the memory that it uses: held until somebody has waited, and not a moment longer."""
 
+import time
+import weakref
 from collections import deque
 
 import torch.distributed as dist
@@ -9,14 +11,16 @@ from torch import Tensor
 class Transfer:
     """A send, or a part in a collective. It holds its tensors itself, so that what is alive is up to us.
 
+    A thread of gloo's wakes who waits for its collective before it lets go of the tensors, and is waited for as well.
+
     Args:
         work: What torch knows it as.
-        tensors: What is read or written meanwhile.
+        lent: What is read or written meanwhile, as tensors of their own that only this transfer and `work` hold.
     """
 
-    def __init__(self, work: dist.Work, *tensors: Tensor) -> None:
+    def __init__(self, work: dist.Work, *lent: Tensor) -> None:
         self._work: dist.Work | None = work
-        self._tensors = tensors
+        self._lent = lent
 
     @property
     def waited(self) -> bool:
@@ -25,9 +29,13 @@ class Transfer:
 
     def wait(self) -> None:
         """Wait for it, and let go of its tensors."""
-        if self._work is not None:
-            self._work.wait()
-            self._work, self._tensors = None, ()
+        if self._work is None:
+            return
+        self._work.wait()
+        held = [weakref.ref(each) for each in self._lent if each.device.type == "cpu"]
+        self._work, self._lent = None, ()
+        while any(each() is not None for each in held):
+            time.sleep(0)
 
 
 class Ring:
