@@ -46,11 +46,12 @@ BOUNDED = ("init", "save", "optimizer")
 
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)])
-def test_the_price_of_each_rank_is_its_dry_run(model_folder, text_file, case):
+def test_the_price_of_each_rank_is_its_dry_run(model_folder, text_file, monkeypatch, case):
     family, settings, config = (CASES | MORE)[case]
     data = [("data.train", str(text_file)), ("data.eval", str(text_file))]
     run = load(None, [("model.from", str(model_folder(family, num_hidden_layers=4, **config))), *data, *settings])
     said = []
+    monkeypatch.setattr(predict, "NEAR", 0)  # every rank is asked about both kinds of rows
     priced, dry = run_in_child(lambda: (predict.predict(run, said.append), by_dry_run(run)))
     assert priced.table is not None
     for phase, found in dry.phases.items():
@@ -61,10 +62,7 @@ def test_the_price_of_each_rank_is_its_dry_run(model_folder, text_file, case):
         else:
             assert difference == 0, phase
             assert price.where.split(" ")[-1] == found.where.split(" ")[-1]  # the same rank
-    head = priced.table.head
-    travelling = 2 * run.tokens_per_microbatch * head.hidden_size * head.itemsize
-    for price, found in zip(priced.estimate.ranks, dry.ranks, strict=True):
-        assert -64 <= price - found <= max(travelling, 0.005 * found)
+    assert priced.estimate.ranks == dry.ranks
 
 
 @pytest.mark.slow

@@ -59,8 +59,8 @@ def estimate_stages(
 ) -> Estimate:
     """Return the peaks of the rank that holds most in each phase, and each rank's own.
 
-    Exactness: from the first forward to the last backward equal to a dry run of the rank that holds most, and of the
-        others never below it. Where several ranks share a stage's layers, what they gather is bounded.
+    Exactness: from the first forward to the last backward equal to a dry run of the rank that holds most, for the
+        others hardly above it. Where several ranks share a stage's layers, what they gather is bounded.
 
     Args:
         table: Of the whole model, as one of the ranks holds it that share each layer; see `stage_plan`.
@@ -311,10 +311,7 @@ class _Pricing:
         return StageBytes(forward=forward, kept=kept, first_backward=first, backward=later, gradients=made)
 
     def _back(self, layers: range, legs: tuple[tuple[Leg, ...], ...], *, last: bool) -> tuple[Moment, int]:
-        """Return the most of a stage's backward, and the gradients that it makes.
-
-        Its incoming gradient lives to its end; behind the last norm it is another one than the layers are given.
-        """
+        """Return the most of a stage's backward, and the gradients that it makes."""
         table = self._table
         found: list[Moment] = []
         live: Sizes = {}
@@ -324,22 +321,19 @@ class _Pricing:
             if legs is table.first.backward:
                 live = live | {_NORM: self._norm_bytes}
         back: Legs = [("backward", i, leg) for i in reversed(layers) for leg in legs[table.layers[i]]]
-        taken = len(back) if last else _before_freed(legs[table.layers[layers[-1]]])
-        for part, came in ((back[:taken], 0), (back[taken:], self._hidden)):
-            if part:
-                moment, live = self._stretch(part, live | {_CAME: came})
-                found.append(moment)
+        moment, live = self._stretch(back, live)
+        found.append(moment)
         made = sum(size for holder, size in live.items() if holder.category == "gradients")
         return max(found, key=lambda each: each.total_bytes), made
 
     def _norm(self) -> tuple[Moment, Sizes]:
-        """Return the most of the last norm's backward, and what it leaves behind; not its gradient, nor the head's."""
+        """Return the most of the last norm's backward, and what it leaves behind, beside the gradient it was given."""
         table, shape = self._table, self._shape
         legs = table.later.turn
         leg = legs[1 + next(n for n, each in enumerate(legs) if each.then == "head backward")]
         own = [{holder: line._replace(fixed=0) for holder, line in peak.items()} for peak in leg.peaks]
         most = max(sum(line.at(shape) for line in each.values()) for each in own) - self._hidden
-        left = sum(line._replace(fixed=0).at(shape) for line in leg.change.values())
+        left = sum(line._replace(fixed=0).at(shape) for line in leg.change.values()) - self._hidden
         holder = Holder("layer working set", "the last norm")
         moment = Moment(phase="backward", layer=None, doing="around the layers", alive=Alive.of({holder: most}))
         return moment, {holder: left}
@@ -372,10 +366,3 @@ def _without_batch(leg: Leg) -> Leg:
     peaks = tuple({holder: line for holder, line in each.items() if holder.category != "other"} for each in leg.peaks)
     change = {holder: line for holder, line in leg.change.items() if holder.category != "other"}
     return replace(leg, peaks=peaks, change=change)
-
-
-def _before_freed(legs: tuple[Leg, ...]) -> int:
-    """Return how many legs of a layer's backward have their incoming gradient in every peak."""
-    early = legs[:-1]
-    freed = any(line.per_token < 0 for leg in early for peak in leg.peaks for line in peak.values())
-    return 0 if freed else max(1, len(early))

@@ -9,6 +9,8 @@ every send until the end (pytorch#136380). Here a buffer exists from its receive
 forward to its send; of a forward there stay its input and the node of its output.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,6 +117,7 @@ class LayersStage(_Stage):
             x.requires_grad_(flow.training)
             out = self._forward(x, flow.batches[fwd_chunk_id])
             if flow.training:
+                out = _Handover.apply(out, partial(self._grads.pop, fwd_chunk_id))
                 self._alive[fwd_chunk_id] = x, torch.autograd.graph.get_gradient_edge(out)
         out = out.detach()
         if not self._is_same_rank(self.stage_index + 1):
@@ -125,7 +128,7 @@ class LayersStage(_Stage):
         """Run the layers backward; of one half, the weights' gradients wait."""
         x, edge = self._alive.pop(bwd_chunk_id)
         with self.flow.watch(self._action(Kind.B if full_backward else Kind.I, bwd_chunk_id)):
-            torch.autograd.backward((edge,), (self._grads.pop(bwd_chunk_id),))
+            torch.autograd.backward((edge,), (x.detach(),))
             assert x.grad is not None
             self._input_grads[bwd_chunk_id], x.grad = x.grad, None
             if not full_backward:
@@ -147,6 +150,22 @@ class LayersStage(_Stage):
 
     def _action(self, kind: Kind, i: int) -> Action:
         return Action(self.stage_index - 1, kind, i)
+
+
+class _Handover(torch.autograd.Function):
+    """y = x, whose gradient is what `take` returns: any tensor of y's shape may stand for it where backward begins.
+
+    Whoever calls backward holds what it gives until all of it is done; this gradient goes when it was used.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, take: Callable[[], Tensor]) -> Tensor:
+        ctx.take = take
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.take(), None
 
 
 class EmbeddingStage(_Stage):
