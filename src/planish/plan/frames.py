@@ -29,6 +29,8 @@ _ALL = 2**60
 SLOTS = ("vocab", "dispatch", "boundary", "activation", "optim")
 _ROW_TOKENS = 32_768
 _STAGES = (2, 4, 8)
+# Microbatches a stage where the batch is open: ranks then wait for a fifth of a step at most.
+_TURNS = 4
 _STAGED = {"vocab": (Blocked,), "boundary": (Plain, Checkpoint), "activation": (Plain, Tiled), "optim": (AdamW,)}
 """The methods that have a price on stages."""
 
@@ -218,7 +220,7 @@ def legal_stages(question: Question) -> list[int]:
 
 def _dealt(question: Question, cp: int, pp: int) -> Iterator[Frame]:
     readers = question.devices // cp // pp
-    rows = question.rows or readers
+    rows = question.rows or readers * (1 if pp == 1 else _TURNS * pp)
     if rows % readers or question.context < cp:
         return
     each = rows // readers

@@ -42,7 +42,9 @@ def search(question: Question) -> Found:
     best: Candidate | None = None
     least: Candidate | None = None
     for frame in _in_turn(question):
-        if frame.pp > 1 and (_hopeless(frame) or (best is not None and _rank(frame.plain) >= _rank(best))):
+        if frame.pp > 1 and best is not None and _rank(frame.plain) >= _rank(best):
+            continue
+        if frame.pp > 1 and least is not None and _hopeless(frame):
             continue
         bounded = list(_bounded(frame))
         least = min((each for each in (least, *bounded) if each is not None), key=lambda each: each.estimate.peak_bytes)
