@@ -123,6 +123,11 @@ def test_rows_that_cannot_be_dealt_out_are_refused_with_those_that_can():
         search(question(rows=3, degrees={"cp": 2}))
 
 
+def test_degrees_that_do_not_go_together_are_refused_with_those_that_do():
+    with pytest.raises(UsageError, match=r"\(8\), `mesh.replicate` \(4\) do not go together on 8 .* one of 1, 2\."):
+        search(question(rows=None, degrees={"cp": 8, "replicate": 4}))
+
+
 def test_the_plan_to_paste_names_every_degree_and_the_bytes_that_are_used():
     asked = question("qwen3-235b-a22b", memory=131, context=2**20, rows=4, devices=64, hardware="h200", host=2048 * GIB)
     tables = plan_tables(search(asked).best)

@@ -95,9 +95,13 @@ def _no_mesh(question: Question) -> str:
             "blocked, `plan.boundary` = checkpoint, `plan.optim` = adamw and neither `mesh.vp` nor `mesh.replicate`; "
             "`planish plan run.toml` tells what any other pipeline holds."
         )
-    legal = [cp for cp in divisors(question.devices) if rows is None or rows % (question.devices // cp) == 0]
     asked = ", ".join(f"`mesh.{name}` ({degree})" for name, degree in question.degrees.items()) or "the degrees"
-    near = sorted({max(1, round((rows or 1) / each)) * each for each in divisors(question.devices)})
+    if rows is None:
+        left = question.devices // question.degrees.get("pp", 1) // question.degrees.get("replicate", 1)
+        legal = ", ".join(str(cp) for cp in divisors(left) if cp <= question.context)
+        return f"{asked} do not go together on {question.devices} devices; `mesh.cp` may be one of {legal}."
+    legal = [cp for cp in divisors(question.devices) if rows % (question.devices // cp) == 0]
+    near = sorted({max(1, round(rows / each)) * each for each in divisors(question.devices)})
     return (
         f"{asked} do not deal {rows} rows out to {question.devices} devices; `mesh.cp` may be one of "
         f"{', '.join(map(str, legal)) or 'none'}, or take a number of rows such as {near[0]} or {near[-1]}."
