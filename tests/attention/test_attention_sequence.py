@@ -78,6 +78,18 @@ def test_heads_that_cannot_be_dealt_out(dims):
     assert head_ranges(*dims) is None
 
 
+def shown_by_masks(bounds, *, rows, width):
+    """Return each (row, key, query) of one document, the key before the query."""
+    document = [sum(bound <= token for bound in bounds) for token in range(rows * width)]
+    return {
+        (row, key, query)
+        for row in range(rows)
+        for query in range(width)
+        for key in range(query)
+        if document[row * width + key] == document[row * width + query]
+    }
+
+
 @pytest.mark.parametrize("window", [None, 1, 3, 6, 100])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_what_is_seen_is_what_masks_show(window, num_ranks):
@@ -94,15 +106,10 @@ def test_what_is_seen_is_what_masks_show(window, num_ranks):
         if window is None or query - key < window
     }
     span = [next(r for r in range(num_ranks) if t < (r + 1) * width // num_ranks) for t in range(width)]
-    document = [sum(bound <= token for bound in bounds) for token in range(rows * width)]
     wanted = {
         (row, key, query)
-        for row in range(rows)
-        for query in range(width)
-        for key in range(query)
-        if span[key] != span[query]
-        and document[row * width + key] == document[row * width + query]
-        and (window is None or query - key < window)
+        for row, key, query in shown_by_masks(bounds, rows=rows, width=width)
+        if span[key] != span[query] and (window is None or query - key < window)
     }
     assert shown == wanted
 
@@ -126,16 +133,8 @@ def shown_by_turns(bounds, *, rows, width, num_ranks):
 @pytest.mark.parametrize("bounds", [(0, 3, 4, 20, 23, 45, 46), (0, 23, 46), (0, 11, 12, 23, 24, 46)])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 30])
 def test_what_is_seen_by_turns_is_what_masks_show(bounds, num_ranks):
-    rows, width = ROWS["rows"], ROWS["width"]
     shown = shown_by_turns(bounds, **ROWS, num_ranks=num_ranks)
-    document = [sum(bound <= token for bound in bounds) for token in range(rows * width)]
-    wanted = {
-        (row, key, query)
-        for row in range(rows)
-        for query in range(width)
-        for key in range(query)
-        if document[row * width + key] == document[row * width + query]
-    }
+    wanted = shown_by_masks(bounds, **ROWS)
     assert set().union(*shown) == wanted
     assert sum(map(len, shown)) == len(wanted)  # none twice
 

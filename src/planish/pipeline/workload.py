@@ -9,6 +9,7 @@ from planish.errors import UsageError
 from planish.pipeline.actions import COLLECTIVES, Head, Kind
 from planish.pipeline.costs import Costs
 from planish.pipeline.layers import balance, redistribute
+from planish.price.sharding import is_of_layer
 from planish.shapes import AttentionShape, ModelShape
 
 # In forwards of a layer, as on 8 GPUs for a layer of D = 3,072 at 2,048 tokens (arXiv 2411.05288, its published runs):
@@ -157,7 +158,7 @@ def workload(
 
 def _layer_products(shape: ModelShape, context: int, experts_per_token: int) -> float:
     """Return the multiplications of a token in one layer's forward, the mean over layers."""
-    of_layers = [each for each in shape.tensors if ".layers." in each.name]
+    of_layers = [each for each in shape.tensors if is_of_layer(each.name)]
     weights = sum(each.numel * each.count for each in of_layers) - (shape.num_parameters - shape.num_active_parameters)
     dense = sum(each.numel * each.count for each in of_layers if ".mlp." in each.name)
     scores = sum(_score_products(layer.attention, context) for layer in shape.layers)

@@ -202,7 +202,7 @@ def _by_stages(run: RunFile, say: Say) -> Prediction | None:
     if run.mesh.size > run.mesh.pp or run.model.moe is not None or not has_price(run.plan, tree, run.model.dtype):
         return None
     table = table_of(replace(run, mesh=MeshSection(), plan=replace(run.plan, pipeline=None)), say)
-    if table is None or not is_even(table):
+    if table is None or not is_even(table.tensors, len(table.layers)):
         return None
     found = estimate_stages(
         table,

@@ -1,13 +1,13 @@
 """Which stages have a price, for a run file and for the planner, and what a candidate's ranks hold."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from planish.methods import AdamW, Blocked, Offload, Plain, Plan
 from planish.plan.estimate import Estimate
 from planish.plan.question import Candidate
-from planish.price.table import LayerTable
-from planish.shapes import ExpertsShape, ModelShape
+from planish.price.sharding import is_of_layer
+from planish.shapes import ExpertsShape, ModelShape, TensorShape
 from planish.train.stage_price import estimate_stages
 
 _SCALED = ("gemma", "granite")
@@ -30,10 +30,10 @@ def scales_embedding(tree: Mapping[str, Any] | None) -> bool:
     return tree is None or str(tree.get("model_type")).startswith(_SCALED)
 
 
-def is_even(table: LayerTable) -> bool:
-    """Return whether all layers have the same tensors."""
-    layers = [each for each in table.tensors if ".layers." in each.name]
-    return bool(layers) and all(each.count % len(table.layers) == 0 for each in layers)
+def is_even(tensors: Iterable[TensorShape], num_layers: int) -> bool:
+    """Return whether all layers of a model with these tensors have the same ones."""
+    layers = [each for each in tensors if is_of_layer(each.name)]
+    return bool(layers) and all(each.count % num_layers == 0 for each in layers)
 
 
 def experts_per_token(tree: Mapping[str, Any] | None) -> int:
@@ -44,8 +44,7 @@ def experts_per_token(tree: Mapping[str, Any] | None) -> int:
 
 def price_of_stages(shape: ModelShape, tree: Mapping[str, Any]) -> Callable[[Candidate], Estimate] | None:
     """Return what prices a candidate with `mesh.pp`; None where the stages of this model have no price."""
-    inside = [each for each in shape.tensors if ".layers." in each.name]
-    even = all(each.count % len(shape.layers) == 0 for each in inside)
+    even = is_even(shape.tensors, len(shape.layers))
     return _price if even and not scales_embedding(tree) else None
 
 

@@ -15,6 +15,7 @@ from planish.plan.estimate import Estimate, PhasePrice, of_moments
 from planish.price import state
 from planish.price.moment import Alive, Moment, Sizes
 from planish.price.processor import product_dtype
+from planish.price.sharding import is_of_layer
 from planish.price.step import stretch
 from planish.price.table import Holder, LayerTable, Leg, Part
 from planish.price.vocab import Head
@@ -120,7 +121,7 @@ def _turns(pipeline: Pipeline, work: Workload, num_ranks: int, num_microbatches:
 def _work(table: LayerTable, plan: Plan, top_k: int, num_shards: int) -> Workload:
     """Return what `planish.train.staged` says of the model itself."""
     num_layers = len(table.layers)
-    layers = [each for each in table.tensors if ".layers." in each.name]
+    layers = [each for each in table.tensors if is_of_layer(each.name)]
     met = sum(each.numel * each.count * (top_k / each.shape[0] if len(each.shape) == 3 else 1) for each in layers)
     return Workload(
         layers=num_layers,
@@ -205,7 +206,7 @@ class _Pricing:
     def _norm_bytes(self) -> int:
         vocab_size = self._table.head.vocab_size
         return state.parameter_bytes(
-            [each for each in self._table.tensors if ".layers." not in each.name and each.shape[0] != vocab_size]
+            [each for each in self._table.tensors if not is_of_layer(each.name) and each.shape[0] != vocab_size]
         )
 
     @property
@@ -222,7 +223,7 @@ class _Pricing:
         rows = max(0, min(vocab_size, step * (rank + 1)) - step * rank)
         tensors, shared = [], []
         for each in table.tensors:
-            if ".layers." in each.name:
+            if is_of_layer(each.name):
                 tensors.append(replace(each, count=each.count // len(table.layers) * num_layers))
             elif each.shape[0] == vocab_size:
                 shared.append(replace(each, shape=(rows, *each.shape[1:])))
@@ -346,7 +347,7 @@ class _Pricing:
         table = self._table
         shared = [each for each in table.tensors if each.shape[0] == table.head.vocab_size]
         largest = max(map(state.parameter_bytes, ([each] for each in shared)))
-        layers = [replace(each, count=1) for each in table.tensors if ".layers." in each.name]
+        layers = [replace(each, count=1) for each in table.tensors if is_of_layer(each.name)]
         num_shards = self._sharing.num_shards
         if self._rank:
             head, ranks = table.head, self._schedule.num_ranks
