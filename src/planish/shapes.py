@@ -193,6 +193,10 @@ class ModelShape:
     assumed: tuple[str, ...]
     hidden_act: str | None = None
 
+    def __hash__(self) -> int:
+        """Return a number from a few sizes: caches ask for it thousands of times, and the layers are many."""
+        return hash((self.model_type, self.hidden_size, self.vocab_size, len(self.layers), len(self.tensors)))
+
     @property
     def num_parameters(self) -> int:
         """All parameters, shared ones once."""

@@ -103,7 +103,7 @@ def test_a_fault_of_ours_and_help_are_one_json_object_too(plan, monkeypatch):
     def fail(*_args, **_named):
         raise ZeroDivisionError("by nobody")
 
-    monkeypatch.setattr("planish.cli.plan.predict", fail)
+    monkeypatch.setattr("planish.cli.plan_run.predict", fail)
     code, out, err = plan(*BUILT_IN, "--json")
     assert (code, err) == (1, "")
     assert "ZeroDivisionError: by nobody" in json.loads(out)["traceback"]

@@ -1,14 +1,13 @@
 """How `planish plan` tells an answer: tables for people, one object for programs."""
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 from rich.console import Console
 from rich.table import Table
 
 from planish.cli.ask import Asked, hardware_line
-from planish.cli.prove import Proof
 from planish.decode import decode
 from planish.errors import DoesNotFit, PlanishError
 from planish.methods import Bitmap
@@ -18,6 +17,9 @@ from planish.price.activation import DENSITY_PERCENT
 from planish.price.hardware import SOURCES
 from planish.runfile import RunFile
 from planish.units import format_bytes
+
+if TYPE_CHECKING:
+    from planish.cli.prove import Proof
 
 _WIDTH = 110
 
@@ -76,7 +78,7 @@ def show(asked: Asked, found: Answer) -> None:
     console.print(f"\n# {heading}\n{tomli_w.dumps(plan_tables(best))}", markup=False, end="")
 
 
-def show_proof(proof: Proof) -> None:
+def show_proof(proof: "Proof") -> None:
     """Print prices and dry run side by side."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     console.print(f"\nproof: layers folded to {proof.depths[0]} and {proof.depths[1]}, every rank of the mesh")

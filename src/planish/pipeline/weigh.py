@@ -375,5 +375,5 @@ class RankWalk:
     def _note(self, phase: str, sizes: Sizes, doing: str, layer: int | None = None) -> None:
         before = self.worst.get(phase)
         if before is None or self._total + sum(sizes.values()) > before.total_bytes:
-            alive = Alive.of(dict(self._live)).plus(sizes)
+            alive = Alive.of(dict(self._live)).plus(Alive.of(sizes))
             self.worst[phase] = Moment(phase=phase, layer=layer, doing=doing, alive=alive)

@@ -1,6 +1,6 @@
 """What there is to say about a question: what fits, why not otherwise, and what would do where nothing does."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,17 +43,16 @@ def answer(question: Question) -> Answer:
     return Answer(
         best=best,
         fits=found.fits,
-        rejected=(*(_rejected(best) if found.fits else ()), *_approximate(best)),
-        smallest=found.least.estimate.peak_bytes,
+        rejected=(*(_rejected(best, found.frames) if found.fits else ()), *_approximate(best)),
+        smallest=found.least.peak_bytes,
         longest=longest_context(question, best if found.fits else found.least),
         fewest=None if found.fits else fewest_devices(question),
     )
 
 
-def _rejected(best: Candidate) -> list[str]:
+def _rejected(best: Candidate, every: Sequence[Frame]) -> list[str]:
     """Return a sentence for each other option of each peak."""
-    mesh = best.mesh
-    frame = Frame(best.question, mesh.replicate, mesh.cp, best.rows, best.microbatches, mesh.pp)
+    frame = next(each for each in every if each.deals(best))
     chosen = [_chosen(best, slot, options) for slot, options in enumerate(frame.slots)]
     said = []
     for index, options in enumerate(frame.slots):
@@ -62,23 +61,23 @@ def _rejected(best: Candidate) -> list[str]:
                 continue
             other = frame.candidate((*chosen[:index], option, *chosen[index + 1 :]))
             said.append(f"{_word(index, option)}: {_reason(other, best)}")
-    for each in frames(best.question):
+    for each in every:
         if each.pp == frame.pp and (each.cp, each.replicate) != (frame.cp, frame.replicate) and each.rows == frame.rows:
             options = tuple(_same(slot, option) for slot, option in zip(each.slots, chosen, strict=True))
             said.append(
                 f"mesh.cp = {each.cp}, mesh.replicate = {each.replicate}: {_reason(each.candidate(options), best)}"
             )
-    return [*said, *_stages(best, frame)]
+    return [*said, *_stages(best, frame, every)]
 
 
-def _stages(best: Candidate, frame: Frame) -> Iterator[str]:
+def _stages(best: Candidate, frame: Frame, every: Sequence[Frame]) -> Iterator[str]:
     """Yield a sentence for each other number of stages: in time, and only one that takes less of it is priced."""
     question = best.question
     if question.stages is None:
         yield "mesh.pp: stages of this model have no price here; `planish plan run.toml` runs them without data"
         return
     fastest: dict[int, Candidate] = {}
-    for each in frames(question):
+    for each in every:
         if each.pp != frame.pp and each.cp == frame.cp and each.replicate in (1, frame.replicate):
             before = fastest.get(each.pp, each.plain)
             fastest[each.pp] = min(before, each.plain, key=lambda found: found.time.total_s / found.tokens_per_step)
@@ -102,7 +101,7 @@ def _approximate(best: Candidate) -> Iterator[str]:
         return
     other = replace(best, plan=replace(best.plan, optim=Apollo()))
     if isinstance(optim, AdamW) or other.over() is None:
-        held, less = other.estimate.peak_bytes, best.estimate.peak_bytes - other.estimate.peak_bytes
+        held, less = other.peak_bytes, best.peak_bytes - other.peak_bytes
         fits = "fits" if other.over() is None else "is still too much"
         than = f"{format_bytes(abs(less))} {'less' if less > 0 else 'more'} in all"
         yield f"optim = apollo approximates AdamW, so it is taken only if named: {format_bytes(held)}, {than}, {fits}"
@@ -136,7 +135,7 @@ def _word(index: int, option: Option) -> str:
 
 def _reason(other: Candidate, best: Candidate) -> str:
     question = best.question
-    over, peak = other.over(), other.estimate.peak_bytes
+    over, peak = other.over(), other.peak_bytes
     if over == "memory":
         more = format_bytes(peak - question.hardware.memory)
         return f"needs {format_bytes(peak)} in {other.estimate.peak_phase}, {more} too much"
@@ -165,7 +164,7 @@ def longest_context(question: Question, like: Candidate) -> int | None:
         ]
         return any(each.over() is None for each in others)
 
-    return longest(fits, unit=question.devices, most=_LONGEST, share=64)
+    return longest(fits, unit=question.devices, most=_LONGEST, share=64, near=question.context)
 
 
 def fewest_devices(question: Question) -> int | None:

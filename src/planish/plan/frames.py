@@ -77,6 +77,12 @@ class Frame:
     microbatches: int
     pp: int = 1
 
+    def deals(self, candidate: Candidate) -> bool:
+        """Return whether `candidate` is one of this frame's."""
+        mesh = candidate.mesh
+        theirs = (mesh.replicate, mesh.cp, candidate.rows, candidate.microbatches, mesh.pp)
+        return theirs == (self.replicate, self.cp, self.rows, self.microbatches, self.pp)
+
     @property
     def dp(self) -> int:
         """Ranks that share the weights."""

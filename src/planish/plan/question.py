@@ -1,6 +1,6 @@
 """A question in, what it takes out: the table of any mesh of a model, each rank's bytes and seconds, host and disk."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -122,7 +122,12 @@ class Candidate:
         boundary = "plain" if isinstance(plan.boundary, Plain) else "checkpoint"
         word = "keep" if keeps_attention(plan.boundary) else boundary
         table = _table(
-            question.shape, question.dtype, word, method_name(type(plan.activation)), self.mesh, self._products
+            question.shape,
+            question.dtype,
+            word,
+            method_name(type(plan.activation)),
+            replace(self.mesh, cp=1),  # who reads which rows changes nothing in it
+            self._products,
         )
         launch = None
         if self.mesh.ep > 1 and isinstance(plan.dispatch, Pipelined):
@@ -156,7 +161,20 @@ class Candidate:
         if self.mesh.pp > 1:
             phases = self.estimate.phases.items()
             return tuple(Moment(phase=name, layer=None, doing="", alive=each.alive) for name, each in phases)
-        return tuple(walk(self.table, self.batch, self.plan, master=self.question.master))
+        return self._walked.all()
+
+    @cached_property
+    def _walked(self) -> "_Walked":
+        return _Walked(walk(self.table, self.batch, self.plan, master=self.question.master))
+
+    def exceeds(self, nbytes: int) -> bool:
+        """Return whether one rank holds more on its device, looking no further than that shows."""
+        return self.estimate.peak_bytes > nbytes if self.mesh.pp > 1 else self._walked.exceeds(nbytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What one rank holds at most on its device."""
+        return self.estimate.peak_bytes if self.mesh.pp > 1 else max(each.total_bytes for each in self.moments)
 
     @cached_property
     def time(self) -> StepTime:
@@ -216,12 +234,32 @@ class Candidate:
     def over(self) -> str | None:
         """Return what of this does not fit, in words; None where all of it does."""
         question = self.question
-        if self.estimate.peak_bytes > question.hardware.memory:
+        if self.exceeds(question.hardware.memory):
             return "memory"
         for place, limit in (("host", question.host), ("disk", question.disk or 0)):
             if limit is not None and self.node_bytes(place) > limit:
                 return f"{place} memory" if place == "host" else place
         return None
+
+
+class _Walked:
+    """The moments of a step, as far as anyone has asked for them."""
+
+    def __init__(self, moments: Iterator[Moment]) -> None:
+        self._left, self._seen, self._peak_bytes = moments, list[Moment](), 0
+
+    def exceeds(self, nbytes: int) -> bool:
+        """Return whether a moment holds more; the walk goes on until one does."""
+        while self._peak_bytes <= nbytes and (moment := next(self._left, None)) is not None:
+            self._seen.append(moment)
+            self._peak_bytes = max(self._peak_bytes, moment.total_bytes)
+        return self._peak_bytes > nbytes
+
+    def all(self) -> tuple[Moment, ...]:
+        """Return every moment."""
+        self._seen += self._left
+        self._peak_bytes = max(each.total_bytes for each in self._seen)
+        return tuple(self._seen)
 
 
 @lru_cache(maxsize=256)

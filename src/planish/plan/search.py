@@ -4,7 +4,7 @@
 takes a tenth of a second each, time next to nothing: stages are priced where they would be faster than the best so far.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -12,6 +12,7 @@ from math import prod
 from planish.errors import UsageError
 from planish.methods import AdamW, Offload, Plain, StreamAdamW
 from planish.plan.frames import Frame, divisors, frames, legal_stages
+from planish.plan.pick import Budget, pick
 from planish.plan.question import Candidate, Question
 
 _TRIES = 24
@@ -26,11 +27,13 @@ class Found:
         best: The fastest candidate that fits, or that which holds least where none does.
         fits: Whether it does.
         least: The candidate that holds least on a device.
+        frames: All ways to deal out rows and layers, few ranks to a row first, with the prices that were asked for.
     """
 
     best: Candidate
     fits: bool
     least: Candidate
+    frames: tuple[Frame, ...]
 
 
 def search(question: Question) -> Found:
@@ -39,33 +42,44 @@ def search(question: Question) -> Found:
     For each way to deal out rows the methods are a knapsack: a slot for each peak, budgets for the kinds of moments,
     the least time. What it chooses is priced exactly, and ruled out where the sum of parts was too hopeful.
     """
-    best: Candidate | None = None
-    least: Candidate | None = None
-    for frame in _in_turn(question):
-        if frame.pp > 1 and best is not None and _rank(frame.plain) >= _rank(best):
+    every = tuple(frames(question))
+    best, least = None, _least(each for frame in every if frame.pp == 1 for each in _bounded(frame))
+    for frame in _in_turn(every):
+        if frame.pp > 1:
+            if (best is not None and _rank(frame.plain) >= _rank(best)) or (least is not None and _hopeless(frame)):
+                continue
+            least = _least((least, *_bounded(frame)))
+        if best is not None and _rank(frame.plain)[0] >= _rank(best)[0]:
             continue
-        if frame.pp > 1 and least is not None and _hopeless(frame):
-            continue
-        bounded = list(_bounded(frame))
-        least = min((each for each in (least, *bounded) if each is not None), key=lambda each: each.estimate.peak_bytes)
-        able = [each for each in bounded if each.over() is None]
-        if not able or (best is not None and _rank(frame.plain)[0] >= _rank(best)[0]):
+        if all(each.over() for each in _bounded(frame)):
             continue
         few = prod(map(len, frame.slots)) <= _FEW
-        found = (exhaust(frame) if few else choose(frame)) or min(able, key=_rank)
+        found = exhaust(frame) if few else choose(frame)
+        found = found or min((each for each in _bounded(frame) if each.over() is None), key=_rank)
         if best is None or _rank(found) < _rank(best):
             best = found
     if least is None:
         raise UsageError(_no_mesh(question))
-    return Found(best=best or least, fits=best is not None, least=least)
+    return Found(best=best or least, fits=best is not None, least=least, frames=every)
 
 
-def _in_turn(question: Question) -> list[Frame]:
+def _in_turn(every: Sequence[Frame]) -> list[Frame]:
     """Return all frames, those of stages last and the fastest of them first."""
-    found = list(frames(question))
-    return [each for each in found if each.pp == 1] + sorted(
-        (each for each in found if each.pp > 1), key=lambda each: _rank(each.plain)
+    return [each for each in every if each.pp == 1] + sorted(
+        (each for each in every if each.pp > 1), key=lambda each: _rank(each.plain)
     )
+
+
+def _least(candidates: Iterable[Candidate | None]) -> Candidate | None:
+    """Return that which holds least on a device, of equals the first; None where there is none.
+
+    It is looked for from the end, where more ranks share a row: what holds more is then soon seen to.
+    """
+    least: Candidate | None = None
+    for each in reversed(tuple(candidates)):
+        if each is not None and (least is None or not each.exceeds(least.peak_bytes)):
+            least = each
+    return least
 
 
 def _hopeless(frame: Frame) -> bool:
@@ -122,8 +136,6 @@ def _plainness(candidate: Candidate) -> int:
 
 def choose(frame: Frame) -> Candidate | None:
     """Return the fastest plan of a frame that fits; None where none does."""
-    from planish.knapsack import Infeasible, Limit, Near, Problem, solve
-
     question, slots = frame.question, frame.slots
     reference = tuple(options[-1] for options in slots)
     base, base_sizes = frame.candidate(reference), kinds_of_moments(frame.candidate(reference))
@@ -134,28 +146,26 @@ def choose(frame: Frame) -> Candidate | None:
         seconds.append([each.time.total_s - base.time.total_s for each in parts])
         host.append([each.node_bytes("host") - base.node_bytes("host") for each in parts])
         disk.append([each.node_bytes("disk") - base.node_bytes("disk") for each in parts])
-    limits = [
-        Limit(
-            name=f"{kind} bytes",
+    budgets = [
+        Budget(
             weights=[[each.get(kind, 0) - base_sizes.get(kind, 0) for each in row] for row in sizes],
             at_most=question.hardware.memory - base_sizes.get(kind, 0),
         )
         for kind in {kind for row in sizes for each in row for kind in each}
     ]
     if question.host is not None:
-        limits.append(Limit(name="host bytes", weights=host, at_most=question.host - base.node_bytes("host")))
-    limits.append(Limit(name="disk bytes", weights=disk, at_most=(question.disk or 0) - base.node_bytes("disk")))
+        budgets.append(Budget(weights=host, at_most=question.host - base.node_bytes("host")))
+    budgets.append(Budget(weights=disk, at_most=(question.disk or 0) - base.node_bytes("disk")))
     second = [[float(option.simplicity) for option in options] for options in slots]
-    ruled_out: list[tuple[int, ...]] = []
+    ruled_out: frozenset[tuple[int, ...]] = frozenset()
     for _ in range(_TRIES):
-        near = [Near(chosen=each, at_most=len(slots) - 1) for each in ruled_out]
-        found = solve(Problem(objective=seconds, limits=limits, second=second, slack=1e-3, near=near))
-        if isinstance(found, Infeasible):
+        chosen = pick(seconds, budgets, second=second, slack=1e-3, but=ruled_out)
+        if chosen is None:
             break
-        candidate = frame.candidate(tuple(options[i] for options, i in zip(slots, found.chosen, strict=True)))
+        candidate = frame.candidate(tuple(options[i] for options, i in zip(slots, chosen, strict=True)))
         if candidate.over() is None:
-            return improve(frame, found.chosen)
-        ruled_out.append(found.chosen)
+            return improve(frame, chosen)
+        ruled_out |= {chosen}
     return None
 
 

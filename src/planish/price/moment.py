@@ -1,6 +1,5 @@
 """What is alive at a moment, and who holds it."""
 
-from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple, Self
 
@@ -14,8 +13,7 @@ def joined(left: Sizes, right: Sizes) -> Sizes:
     return left | {holder: left.get(holder, 0) + size for holder, size in right.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class Moment(NamedTuple):
     """A moment that may be the peak of its phase.
 
     Attributes:
@@ -42,7 +40,7 @@ class Moment:
 
     def beside(self, sizes: Sizes) -> "Moment":
         """Return the moment with other bytes alive too."""
-        return Moment(phase=self.phase, layer=self.layer, doing=self.doing, alive=self.alive.plus(sizes))
+        return self._replace(alive=self.alive.plus(Alive.of(sizes)))
 
 
 class Alive(NamedTuple):
@@ -61,16 +59,20 @@ class Alive(NamedTuple):
         """Return what `sizes` say."""
         return cls(sum(sizes.values()), (sizes,))
 
-    def plus(self, sizes: Sizes) -> "Alive":
-        """Return these and others."""
-        return Alive(self.total_bytes + sum(sizes.values()), (*self.parts, sizes))
+    @classmethod
+    def one(cls, holder: Holder, nbytes: int) -> Self:
+        """Return what one holds."""
+        return cls(nbytes, ({holder: nbytes},))
 
-    def with_last(self, sizes: Sizes) -> "Alive":
-        """Return these, to whose last part others are added."""
-        *parts, last = self.parts
-        return Alive(self.total_bytes + sum(sizes.values()), (*parts, joined(last, sizes)))
+    def plus(self, other: "Alive") -> "Alive":
+        """Return these and others."""
+        return Alive(self.total_bytes + other.total_bytes, self.parts + other.parts)
+
+    def since(self, before: "Alive") -> Sizes:
+        """Return what has been added to `before`, of which these are made."""
+        return reduce(joined, self.parts[len(before.parts) :], {})
 
     @property
     def sizes(self) -> Sizes:
         """Bytes by holder."""
-        return reduce(joined, self.parts)
+        return reduce(joined, self.parts, {})

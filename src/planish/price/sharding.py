@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from planish.shapes import MeshShape, ModelShape, TensorShape, shard_of
 
@@ -44,12 +45,20 @@ def stage_share(shape: ModelShape, mesh: MeshShape) -> float:
     return -(-num_layers // mesh.pp) / num_layers
 
 
+@lru_cache(maxsize=1024)
 def num_kept(shape: ModelShape, mesh: MeshShape) -> float:
     """Return how many numbers of parameters a rank keeps: of its stage, and its rows of the vocabulary."""
     sizes = [(each.name, own_part(each, mesh).numel * each.count) for each in shape.tensors]
     inside = sum(size for name, size in sizes if is_of_layer(name))
     beside = sum(size for name, size in sizes if not is_of_layer(name))
     return inside * stage_share(shape, mesh) + beside / mesh.pp
+
+
+@lru_cache(maxsize=1024)
+def num_gathered(shape: ModelShape, mesh: MeshShape) -> int:
+    """Return how many numbers of parameters a rank has whole while its layers are at work, and not between steps."""
+    pairs = [(whole_part(each, mesh), own_part(each, mesh)) for each in shape.tensors]
+    return sum(whole.numel * whole.count for whole, own in pairs if whole.shape != own.shape)
 
 
 def _shard_inside(sizes: tuple[int, ...], num_shards: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """A training step as a walk through its moments: what is alive at each and who holds it, for any batch."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 
 from planish.methods import (
@@ -32,6 +32,7 @@ _ATTENTION = Holder("layer working set", "attention")
 _EXPERTS = Holder("layer working set", "experts")
 _FEED_FORWARD = Holder("layer working set", "feed-forward")
 _HEAD = Holder("head tiles", "the head")
+_NOTHING = Alive(0, ())
 _LAG = 2
 _GATHERED = Holder("gathered weights", "layers and head")
 _BUCKETS = Holder("gradients", "buckets")
@@ -72,7 +73,7 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
         base[Holder("staging", "activations")] = arena
     if table.buckets:
         base[_BUCKETS] = state.parameter_bytes(tensors)
-    before = Alive.of(base).plus({})
+    before = Alive.of(base)
     walk = _Walk(
         table=table,
         batch=batch,
@@ -88,7 +89,7 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
     )
     if table.num_shards > 1:
         yield _dealing(table, base)
-    walk.add({Holder("other", "batch"): batch.microbatches * state.batch_bytes(batch.tokens)})
+    walk.add(Alive.one(Holder("other", "batch"), batch.microbatches * state.batch_bytes(batch.tokens)))
     yield walk.moment("init", None, "taking the batch")
     yield from walk.through(table.first)
     if batch.microbatches > 1:
@@ -100,13 +101,14 @@ def moments(table: LayerTable, batch: BatchShape, head: HeadBytes, plan: Plan, *
     if table.buckets:  # gradients are views of them by now
         held = walk.live.sizes.items()
         walk.live = Alive.of({each: size for each, size in held if each.category != "gradients" or each == _BUCKETS})
-    yield walk.moment("optimizer", None, "updating the parameters", {Holder("staging", "gradients"): update})
+    yield walk.moment("optimizer", None, "updating the parameters", Alive.one(Holder("staging", "gradients"), update))
     walk.live = before
     yield from walk.through(table.evaluation)
     walk.live = before
-    yield walk.moment("save", None, "writing weights", {Holder("staging", "converted weights"): table.save_bytes})
+    converted = Alive.one(Holder("staging", "converted weights"), table.save_bytes)
+    yield walk.moment("save", None, "writing weights", converted)
     read = state.resume_bytes(tensors, master=master)
-    yield walk.moment("resume", None, "reading tensors", {Holder("staging", "checkpoint"): read})
+    yield walk.moment("resume", None, "reading tensors", Alive.one(Holder("staging", "checkpoint"), read))
 
 
 def stretch(
@@ -141,8 +143,10 @@ def stretch(
     found: list[Moment] = []
     gathered = table.gathered
     for part, layer, leg in legs:
-        beside = {} if gathered is None else {_GATHERED: gathered.at(leg.phase, in_layer=True, behind_experts=True)}
-        found += [each.beside(beside) for each in walk._leg(leg, layer, part)]
+        if gathered is not None:
+            held = gathered.at(leg.phase, in_layer=True, behind_experts=True)
+            walk.beside = Alive.one(_GATHERED, held)
+        found += walk._leg(leg, layer, part)
     return max(found, key=lambda each: each.total_bytes), walk.live.sizes
 
 
@@ -199,7 +203,7 @@ class _Depth:
         backward = part == "backward"
         away = self.boundaries.away_in_backward(layer) if backward else self.boundaries.away_in_forward(layer)
         embedded = phase == "forward" and 0 in away
-        return sum(self.boundary_bytes + self.kept[each] for each in away) - embedded * self.boundary_bytes
+        return (len(away) - embedded) * self.boundary_bytes + sum([self.kept[each] for each in away])
 
     def times(self, layers: tuple[int, ...]) -> list[int]:
         """Return for how many layers each stands, those alike of which the same goes."""
@@ -210,7 +214,7 @@ class _Depth:
 
 @dataclass(slots=True, kw_only=True)
 class _Walk:
-    """Goes through passes and knows what is alive."""
+    """Goes through passes and knows what is alive: with `beside`, what is there for as long as a leg is at work."""
 
     table: LayerTable
     batch: BatchShape
@@ -221,36 +225,44 @@ class _Walk:
     checkpointed: bool
     boundary: Holder
     times: Sequence[int]
-    sized: dict[int, Sizes]
+    sized: dict[int, Alive]
     live: Alive
+    beside: Alive = _NOTHING
+    far: dict[tuple[Part, int | None, str], int] = field(default_factory=dict)
 
-    def add(self, sizes: Sizes) -> None:
-        self.live = self.live.with_last(sizes)
+    def add(self, change: Alive) -> None:
+        self.live = self.live.plus(change)
 
-    def moment(self, phase: str, layer: int | None, doing: str, sizes: Sizes | None = None) -> Moment:
-        return Moment(phase=phase, layer=layer, doing=doing, alive=self.live.plus(sizes or {}))
+    def moment(self, phase: str, layer: int | None, doing: str, more: Alive = _NOTHING) -> Moment:
+        return Moment(phase, layer, doing, self.live.plus(more).plus(self.beside))
 
     def through(self, which: Pass) -> Iterator[Moment]:
         """Yield the moments of one pass."""
         trained, gathered = bool(which.leave), self.table.gathered
         behind: int | None = None
-        for part, layer, leg in which.walk(self.table.layers):
+        walked = [(index, kind) for index, kind in enumerate(self.table.layers) if self.times[index]]
+        for part, layer, leg in which.walk(walked):
             times = 1 if layer is None else self.times[layer]
             if times != 1:
                 self._pass_by(leg, layer, part if trained else None, times=times)
                 continue
-            beside = {self.boundary: -self.depth.away(part, layer, leg.phase)} if trained else {}
+            self.beside = Alive.one(self.boundary, -self._away(part, layer, leg.phase)) if trained else _NOTHING
             if gathered is not None:
                 late = layer is not None and layer == behind
-                beside[_GATHERED] = gathered.at(leg.phase, in_layer=layer is not None, behind_experts=late)
+                held = gathered.at(leg.phase, in_layer=layer is not None, behind_experts=late)
+                self.beside = self.beside.plus(Alive.one(_GATHERED, held))
                 behind = layer if leg.then == "experts backward" else behind
-            for moment in self._leg(leg, layer, part if trained else None):
-                yield moment.beside(beside)
+            yield from self._leg(leg, layer, part if trained else None)
+        self.beside = _NOTHING
+
+    def _away(self, part: Part, layer: int | None, phase: str) -> int:
+        """Return `_Depth.away`, which all legs of a layer ask for."""
+        if (part, layer, phase) not in self.far:
+            self.far[part, layer, phase] = self.depth.away(part, layer, phase)
+        return self.far[part, layer, phase]
 
     def _pass_by(self, leg: Leg, layer: int | None, part: Part | None, times: int) -> None:
         """Leave behind what a leg does, for layers of a row whose moments lie between those of others."""
-        if not times:
-            return
         before = self.live
         self.add(self._at(leg.change))
         for _ in self._then(leg, layer, part):
@@ -266,9 +278,8 @@ class _Walk:
 
     def _again(self, before: Alive, times: int) -> None:
         """Have what has been added since `before` so many times."""
-        held = before.parts[-1]
-        change = {holder: size - held.get(holder, 0) for holder, size in self.live.parts[-1].items()}
-        self.live = before.with_last({holder: size * times for holder, size in change.items() if size})
+        change = self.live.since(before).items()
+        self.live = before.plus(Alive.of({holder: size * times for holder, size in change if size}))
 
     def _leg(self, leg: Leg, layer: int | None, part: Part | None) -> Iterator[Moment]:
         doing = "the head" if leg.phase == "head" else "around the layers" if layer is None else "inside"
@@ -289,11 +300,11 @@ class _Walk:
                 yield from self._feed_forward(leg, layer or 0, part)
             case "head":
                 added = head.forward if trained else head.evaluation
-                yield self.moment(leg.phase, None, "the head", {_HEAD: added})
-                self.add({_HEAD: head.kept * trained})
+                yield self.moment(leg.phase, None, "the head", Alive.one(_HEAD, added))
+                self.add(Alive.one(_HEAD, head.kept * trained))
             case "head backward":
-                yield self.moment(leg.phase, None, "the head's gradients", {_HEAD: head.backward})
-                self.add({_HEAD: -head.kept})
+                yield self.moment(leg.phase, None, "the head's gradients", Alive.one(_HEAD, head.backward))
+                self.add(Alive.one(_HEAD, -head.kept))
 
     def _attention(self, leg: Leg, layer: int, part: Part | None) -> Iterator[Moment]:
         """Yield the moment of a layer's attention; what it keeps is there from its forward until it is found again."""
@@ -306,9 +317,9 @@ class _Walk:
         else:
             price = attention.forward_bytes if forward else attention.backward_bytes
             added = 0 if found else price(shape, self.batch, self.table.head.itemsize)
-            yield self.moment(leg.phase, layer, leg.then, {_ATTENTION: added})
+            yield self.moment(leg.phase, layer, leg.then, Alive.one(_ATTENTION, added))
         if forward and part is not None:
-            self.add({self.boundary: -kept if part == "backward" else kept})
+            self.add(Alive.one(self.boundary, -kept if part == "backward" else kept))
 
     def _shared_attention(self, leg: Leg, layer: int, part: Part | None) -> Moment:
         """Return the moment of attention over ranks; it keeps what came, and not what was sent."""
@@ -316,9 +327,11 @@ class _Walk:
         assert shape is not None
         added = sequence_bytes(shape, self.batch, self.table.head.itemsize)
         forward = leg.then == "attention"
-        moment = self.moment(leg.phase, layer, leg.then, {_ATTENTION: added.forward if forward else added.backward})
+        moment = self.moment(
+            leg.phase, layer, leg.then, Alive.one(_ATTENTION, added.forward if forward else added.backward)
+        )
         if part is not None and not (forward and part == "forward" and self.checkpointed):
-            self.add({_ATTENTION: added.more if forward else -added.more})
+            self.add(Alive.one(_ATTENTION, added.more if forward else -added.more))
         return moment
 
     def _experts(self, leg: Leg, layer: int) -> Moment:
@@ -328,12 +341,12 @@ class _Walk:
         if self.table.launch is not None:
             spread = rank_bytes(experts, self.table.launch, self.batch.tokens, tile_rows(experts, method.tile_bytes))
             nbytes = spread.forward if leg.then == "experts" else spread.kept + spread.backward
-            return self.moment(leg.phase, layer, leg.then, {_EXPERTS: nbytes})
+            return self.moment(leg.phase, layer, leg.then, Alive.one(_EXPERTS, nbytes))
         tokens = self.batch.tokens
         rows = tile_rows(experts, method.tile_bytes)
         added = experts_bytes(experts, tokens, tile_rows=rows, block_rows=method.block_rows or tokens)
         nbytes = added.forward if leg.then == "experts" else added.backward
-        return self.moment(leg.phase, layer, leg.then, {_EXPERTS: nbytes})
+        return self.moment(leg.phase, layer, leg.then, Alive.one(_EXPERTS, nbytes))
 
     def _feed_forward(self, leg: Leg, layer: int, part: Part | None) -> Iterator[Moment]:
         """Yield the moment of a layer's network; what it keeps is there from the forward that backward follows."""
@@ -342,19 +355,21 @@ class _Walk:
         assert not isinstance(method, Plain)
         added = feed_forward_bytes(shape, method, self.batch.tokens, trained=part is not None)
         forward = leg.then == "feed forward"
-        yield self.moment(leg.phase, layer, leg.then, {_FEED_FORWARD: added.forward if forward else added.backward})
+        yield self.moment(
+            leg.phase, layer, leg.then, Alive.one(_FEED_FORWARD, added.forward if forward else added.backward)
+        )
         if part is not None and not (forward and part == "forward" and self.checkpointed):
-            self.add({_FEED_FORWARD: added.kept if forward else -added.kept})
+            self.add(Alive.one(_FEED_FORWARD, added.kept if forward else -added.kept))
 
-    def _most(self, leg: Leg) -> Sizes:
+    def _most(self, leg: Leg) -> Alive:
         """Return what is alive at the worst of a leg's moments."""
         if id(leg) not in self.sized:
-            self.sized[id(leg)] = max(({}, *map(self._at, leg.peaks)), key=lambda each: sum(each.values()))
+            self.sized[id(leg)] = max((_NOTHING, *map(self._at, leg.peaks)), key=lambda each: each.total_bytes)
         return self.sized[id(leg)]
 
-    def _at(self, lines: Lines) -> Sizes:
+    def _at(self, lines: Lines) -> Alive:
         if id(lines) not in self.sized:
-            self.sized[id(lines)] = {holder: line.at(self.batch) for holder, line in lines.items()}
+            self.sized[id(lines)] = Alive.of({holder: line.at(self.batch) for holder, line in lines.items()})
         return self.sized[id(lines)]
 
 

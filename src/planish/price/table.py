@@ -103,13 +103,14 @@ class Pass:
     backward: tuple[Legs, ...]
     leave: Legs
 
-    def walk(self, layers: tuple[int, ...]) -> Iterator[tuple[Part, int | None, Leg]]:
-        """Yield every leg of a model with these kinds of layers, in order, with its part and its layer's number."""
+    def walk(self, layers: Iterable[tuple[int, int]]) -> Iterator[tuple[Part, int | None, Leg]]:
+        """Yield every leg through these layers (number, kind), in order, with its part and its layer's number."""
+        layers = tuple(layers)
         yield from (("enter", None, leg) for leg in self.enter)
-        for index, kind in enumerate(layers):
+        for index, kind in layers:
             yield from (("forward", index, leg) for leg in self.forward[kind])
         yield from (("turn", None, leg) for leg in self.turn)
-        for index, kind in reversed(list(enumerate(layers))):
+        for index, kind in reversed(layers):
             yield from (("backward", index, leg) for leg in self.backward[kind])
         yield from (("leave", None, leg) for leg in self.leave)
 

@@ -21,7 +21,7 @@ from planish.methods import (
     keeps_attention,
 )
 from planish.price.hardware import Hardware
-from planish.price.sharding import is_expert, num_kept, own_part, stage_share, whole_part
+from planish.price.sharding import num_gathered, num_kept, stage_share
 from planish.shapes import BatchShape, ExpertsShape, LayerShape, MeshShape, ModelShape
 
 _STATE_NUMBERS = 3
@@ -191,13 +191,10 @@ def _exchange(
 ) -> tuple[float, float]:
     """Return seconds of what ranks send, and of what hides behind the layers."""
     tokens, share = batch.tokens * batch.microbatches, stage_share(shape, mesh)
-    gathered = [each for each in shape.tensors if whole_part(each, mesh).shape != own_part(each, mesh).shape]
-    whole = sum(whole_part(each, mesh).numel * each.count for each in gathered if not is_expert(each.name))
-    copies = sum(whole_part(each, mesh).numel * each.count for each in gathered if is_expert(each.name))
     wide = max(4, itemsize)
     weights = batch.microbatches * (2 * itemsize + wide)
     rate = hardware.exchange_rate(mesh.dp)
-    behind = (whole + copies) * share * weights / rate
+    behind = num_gathered(shape, mesh) * share * weights / rate
     if mesh.replicate > 1:
         behind += 2 * num_kept(shape, mesh) * wide / hardware.exchange_rate(mesh.size)
     if mesh.pp > 1:  # to the next stage and back; the head's, as Vocab-2 exchanges them, and the embedding's

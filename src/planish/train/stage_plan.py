@@ -8,7 +8,6 @@ from planish.plan.estimate import Estimate
 from planish.plan.question import Candidate
 from planish.price.sharding import is_of_layer
 from planish.shapes import ExpertsShape, ModelShape, TensorShape
-from planish.train.stage_price import estimate_stages
 
 _SCALED = ("gemma", "granite")
 
@@ -50,6 +49,8 @@ def price_of_stages(shape: ModelShape, tree: Mapping[str, Any]) -> Callable[[Can
 
 def _price(candidate: Candidate) -> Estimate:
     """Return what each rank holds from the first step on; what rank 0 loads before that is told apart."""
+    from planish.train.stage_price import estimate_stages  # schedules, which most questions do without
+
     mesh, question = candidate.mesh, candidate.question
     experts = (layer.ffn for layer in question.shape.layers)
     return estimate_stages(

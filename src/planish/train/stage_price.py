@@ -173,7 +173,7 @@ class _Pricing:
             found += [each.beside({_SPARE: spare}) for each in step.values()]
             evaluated = without_batch | {Holder("other", "batch"): state.batch_bytes(shape.tokens)}
             seen = RankWalk(self._turns.evaluation, self._rank, self._bytes(count, training=False), evaluated).run()
-            found.append(replace(max(seen.values(), key=lambda each: each.total_bytes), phase="eval"))
+            found.append(max(seen.values(), key=lambda each: each.total_bytes)._replace(phase="eval"))
         gradients = {Holder("gradients", "all"): state.parameter_bytes(tensors)}
         update = state.update_bytes(
             tensors,
@@ -302,7 +302,7 @@ class _Pricing:
             forward = max(forward, rest, key=lambda each: each.total_bytes)
         if table.gathered is not None and len(layers) > 1:  # between layers a third one's pieces arrive
             arriving = left | {_ARRIVING: table.gathered.at("forward", in_layer=False)}
-            between = replace(forward, layer=None, doing="between layers", alive=Alive.of(arriving))
+            between = forward._replace(layer=None, doing="between layers", alive=Alive.of(arriving))
             forward = max(forward, between, key=lambda each: each.total_bytes)
         kept = sum(left.values()) - self._hidden if training else 0
         if not training:
