@@ -3,12 +3,14 @@
 import pytest
 import transformers
 
-from planish.methods import Checkpoint, Pipelined, Plain, Plan
+from planish.methods import Bitmap, Checkpoint, Pipelined, Plain, Plan, Tiled
 from planish.plan.estimate import estimate
+from planish.price.architectures import architectures
 from planish.price.config import read_config
 from planish.price.sharding import Gathered
+from planish.price.state import parameter_bytes
 from planish.price.store import preset, table_name
-from planish.price.template import TEMPLATES, table_of_shape
+from planish.price.template import TEMPLATES, table_of_shape, templated_activations
 from planish.sections import MeshSection, ModelSection
 from planish.shapes import BatchShape, MeshShape
 from planish.train.layer_table import fit_table
@@ -98,6 +100,18 @@ def test_what_ranks_gather_is_never_told_too_small():
         off.pop("save")
         assert min(off.values()) > -1e-6
         assert off["backward"] < 0.05
+
+
+def test_every_public_architecture_has_prices_on_one_rank_and_on_eight():
+    for config in architectures().values():
+        shape = read_config(config)
+        for mesh in (MeshShape(), MeshShape(dp=8)):
+            for activation in ("plain", *templated_activations(shape)):
+                table = table_of_shape(shape, dtype="bf16", boundary="checkpoint", activation=activation, mesh=mesh)
+                method = {"plain": Plain(), "tiled": Tiled(), "bitmap": Bitmap()}[activation]
+                plan = Plan(activation=method, dispatch=Pipelined())
+                found = estimate(table, BatchShape(context=4096), plan, master=True).phases["optimizer"].categories
+                assert found["gradients"] >= parameter_bytes(table.tensors)
 
 
 def test_every_template_is_of_a_family_that_is_known():

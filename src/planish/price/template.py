@@ -174,7 +174,7 @@ class _Writer:
             attention=tuple(layer.attention for layer in layers),
             experts=tuple(self._experts(layer) for layer in layers),
             feed_forwards=tuple(self._network(layer) for layer in layers) if "feed_forward" in tree else (),
-            first=self._pass(tree["first"], sources),
+            first=self._with_unknown(self._pass(tree["first"], sources)),
             later=self._pass(tree["first" if self._is_sharded else "later"], sources, again=self._is_sharded),
             evaluation=self._pass(tree["evaluation"], sources),
             buckets=self._mesh.dp == 1 < self._mesh.replicate,
@@ -214,7 +214,7 @@ class _Writer:
                     tuple(self._leg(number, layer) for number in legs[traced]) if legs else ()
                     for traced, layer in sources
                 )
-        if shape.tied:
+        if shape.tied and any("gradients: lm_head.weight" in change for _, _, change, *_ in self._tree["legs"]):
             later = not any(holder.category == "gradients" for leg in parts["leave"] for holder in leg.change)
             parts["leave"] = tuple(map(_added, parts["leave"]))
             if later and any(parts["leave"]):  # a later microbatch: the head's gradient waits to be added
@@ -229,6 +229,20 @@ class _Writer:
             parts["leave"] = self._reduced((*parts["turn"], *parts["leave"]), again=again)[len(parts["turn"]) :]
         return Pass(**parts)
 
+    def _with_unknown(self, which: Pass) -> Pass:
+        """Return a pass whose layers leave the gradients too that the template does not know, each its even share."""
+        legs = self._tree["legs"]
+        known = {name.removeprefix("gradients: ") for _, _, change, *_ in legs for name in change}
+        share = {
+            Holder("gradients", each.name): Line(-(-each.numel * each.count * each.itemsize // len(self._kinds)))
+            for each in self._own_tensors
+            if each.name not in known
+        }
+        if not share:
+            return which
+        layers = ((*legs[:-1], replace(legs[-1], change=legs[-1].change | share)) for legs in which.backward)
+        return replace(which, backward=tuple(layers))
+
     def _reduced(self, legs: tuple[Leg, ...], *, again: bool) -> tuple[Leg, ...]:
         """Return `legs` at whose end whole gradients have become this rank's shards of them."""
         if not legs:
@@ -236,6 +250,8 @@ class _Writer:
         grads = {holder: line for leg in legs for holder, line in leg.change.items() if holder.category == "gradients"}
         last = dict(legs[-1].change)
         for holder, line in grads.items():
+            if holder.owner not in self._whole:  # a parameter that this model of the family has not
+                continue
             gone = self._whole[holder.owner] - (0 if again else self._own[holder.owner])
             last[holder] = Line(last.get(holder, Line()).fixed - gone * (line.fixed > 0))
         return (*legs[:-1], replace(legs[-1], change=last))
@@ -244,6 +260,8 @@ class _Writer:
         if (number, layer) not in self._legs:
             phase, then, change, *peaks = self._tree["legs"][number]
             symbols = {"1": 1, **widths(self._shape, layer)}
+            if then.startswith("feed forward") and self._network(layer) is None:
+                then = ""
             self._legs[number, layer] = Leg(
                 phase=phase,
                 peaks=_largest([self._lines(each, symbols) for each in peaks]),
