@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planish.memory.book import CATEGORIES
 from planish.memory.ledger import Ledger
+from planish.memory.tensors import makes_views
 
 KIB = 1024
 
@@ -49,6 +50,31 @@ def test_views_cost_nothing_and_keep_the_whole_storage(ledger):
     assert ledger.live_bytes == 4 * KIB
     del views
     assert ledger.live_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["view", "slice.Tensor", "t", "detach", "split.Tensor", "unbind.int", "as_strided"])
+def test_an_operation_that_makes_views_is_known_by_its_schema(name):
+    packet, _, overload = name.partition(".")
+    assert makes_views(getattr(getattr(torch.ops.aten, packet), overload or "default"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "add_.Tensor",
+        "mm.out",
+        "resize_",
+        "set_.source_Tensor",
+        "clone",
+        "lift_fresh",
+        "reshape",
+        "contiguous",
+        "to.dtype",
+    ],
+)
+def test_what_makes_writes_or_resizes_is_looked_at(name):
+    packet, _, overload = name.partition(".")
+    assert not makes_views(getattr(getattr(torch.ops.aten, packet), overload or "default"))
 
 
 def test_in_place_operations_make_nothing(ledger):

@@ -24,7 +24,7 @@ from planish.memory.report import (
     largest_holders,
     sum_by_category,
 )
-from planish.memory.tensors import plain_tensors_in, storages_given, tensors_in
+from planish.memory.tensors import makes_views, plain_tensors_in, storages_given, tensors_in
 from planish.memory.timeline import Point, Timeline
 from planish.units import format_bytes
 
@@ -256,9 +256,11 @@ class Ledger(TorchDispatchMode):
         """Run `func` and count what it made."""
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        if any(each is not FakeTensor and is_traceable_wrapper_subclass_type(each) for each in types):
+        if types and any(each is not FakeTensor and is_traceable_wrapper_subclass_type(each) for each in types):
             return NotImplemented  # it comes back as operations on what is wrapped
         result = func(*args, **(kwargs or {}))
+        if makes_views(func):
+            return result  # as many operations as all others together
         grown = self._take_in(result, func, args, kwargs)
         if grown:
             excess = self._note(grown)
@@ -272,7 +274,7 @@ class Ledger(TorchDispatchMode):
         entries = self._book.entries
         grown: list[Record] = []
         given: set[int] | None = None
-        for tensor in tensors_in(result):
+        for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
             storage = tensor.untyped_storage()
             entry = entries.get(storage._cdata)
             if entry is not None:
