@@ -120,7 +120,7 @@ def planned(shape: ModelShape, context: int, devices: int) -> Candidate:
     plan = Plan(
         attention=Packed(),
         vocab=Ring(),
-        dispatch=Pipelined(),
+        dispatch=Pipelined(block_rows=context // 16 // 4),
         boundary=Offload(host=ALL),
         optim=StreamAdamW(host=ALL),
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planish.errors import UsageError
-from planish.methods import AdamW, Apollo, Blocked, Checkpoint, Plain
+from planish.methods import AdamW, Apollo, Blocked, Checkpoint, Pipelined, Plain
 from planish.plan.answer import answer, fewest_devices, plan_tables
 from planish.plan.frames import frames
 from planish.plan.question import Question
@@ -51,6 +51,14 @@ def test_the_plain_way_wins_where_it_fits():
     assert isinstance(found.best.plan.boundary, Plain)
     assert isinstance(found.best.plan.optim, AdamW)
     assert found.best.mesh.size == 1
+
+
+def test_experts_take_fewer_rows_at_a_time_where_only_that_fits():
+    asked = question("qwen3-235b-a22b", memory=141, context=23 * 2**20, rows=1, devices=64, hardware="h200")
+    found = search(asked)
+    assert found.fits
+    assert found.best.plan.dispatch.block_rows * 4 <= found.best.batch.tokens
+    assert not search(replace(asked, fixed={"dispatch": Pipelined()})).fits
 
 
 def test_less_memory_never_takes_less_time():

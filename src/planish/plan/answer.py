@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planish.decode import encode, method_name
-from planish.methods import AdamW, Apollo, Offload, Plan, StreamAdamW, keeps_attention
+from planish.methods import AdamW, Apollo, Offload, Pipelined, Plan, StreamAdamW, keeps_attention
 from planish.plan.frames import SLOTS, Frame, Option, frames
 from planish.plan.longest import longest
 from planish.plan.question import Candidate, Question
@@ -129,6 +129,8 @@ def _word(index: int, option: Option) -> str:
         place = " on the host" if option.method.host else " on the disk"
     if isinstance(option.method, Offload) and option.method.every > 1:
         place += f", one in {option.method.every}"
+    if isinstance(option.method, Pipelined) and option.method.block_rows is not None:
+        place = f", blocks of {option.method.block_rows:,} rows"
     degree = f", mesh.vp = {option.vp}" if option.vp > 1 else f", mesh.ep = {option.ep}" if peak == "dispatch" else ""
     return f"{peak} = {method_name(type(option.method))}{place}{kept}{degree}"
 

@@ -26,6 +26,8 @@ from planish.price.template import templated_activations
 from planish.shapes import MeshShape
 
 _ALL = 2**60
+# Into how many blocks a microbatch's rows are dealt for experts, and how many rows a block is worth its trips with.
+_BLOCKS, _LEAST_BLOCK = 4, 8192
 SLOTS = ("vocab", "dispatch", "boundary", "activation", "optim")
 _ROW_TOKENS = 32_768
 _STAGES = (2, 4, 8)
@@ -106,6 +108,7 @@ class Frame:
                 if question.num_experts % ep == 0
                 and ("ep" in question.degrees or (self.pp == 1 and ep >= question.ranks_per_node))
             ]
+            dispatch += self._blocks(dispatch[-1])
         boundary = [
             Option(method=Plain()),
             Option(method=Checkpoint(keep_attention=True), simplicity=2),
@@ -115,6 +118,12 @@ class Frame:
         optim = [Option(method=AdamW()), *self._streams()]
         every = (vocab, dispatch, boundary, list(self._networks()), optim)
         return tuple(tuple(self._open(*each)) for each in zip(SLOTS, map(self._staged, SLOTS, every), strict=True))
+
+    def _blocks(self, whole: Option) -> Iterator[Option]:
+        """Yield experts that take a quarter of a microbatch's rows at a time, where that is many still."""
+        rows = self.rows * -(-self.question.context // self.cp) // _BLOCKS
+        if rows >= max(_LEAST_BLOCK, whole.ep):
+            yield replace(whole, method=Pipelined(block_rows=rows), simplicity=whole.simplicity + 1)
 
     def _staged(self, name: str, options: list[Option]) -> list[Option]:
         """Return the options that have a price on stages, where there are any."""
@@ -131,7 +140,7 @@ class Frame:
             options = [replace(each, method=fixed[name]) for each in options if type(each.method) is sort] or [
                 Option(method=fixed[name])
             ]
-            options = options if name in ("vocab", "dispatch") else options[:1]
+            options = list({(each.vp, each.ep): each for each in reversed(options)}.values())[::-1]
         degree = {"vocab": "vp", "dispatch": "ep"}.get(name)
         if degree in degrees:
             options = [each for each in options if getattr(each, degree) == degrees[degree]]
