@@ -54,7 +54,7 @@ def test_the_plain_way_wins_where_it_fits():
 
 
 def test_experts_take_fewer_rows_at_a_time_where_only_that_fits():
-    asked = question("qwen3-235b-a22b", memory=141, context=23 * 2**20, rows=1, devices=64, hardware="h200")
+    asked = question("qwen3-235b-a22b", memory=131, context=23 * 2**20, rows=1, devices=64, hardware="h200")
     found = search(asked)
     assert found.fits
     assert found.best.plan.dispatch.block_rows * 4 <= found.best.batch.tokens

@@ -52,10 +52,14 @@ def misfit(found: Answer) -> DoesNotFit | None:
     over = best.over()
     limit = question.hardware.memory if over == "memory" else question.host if over == "host memory" else question.disk
     needs = best.estimate.peak_bytes if over == "memory" else best.node_bytes((over or "host").split()[0])
+    stages = (
+        " Stages have no price for what waits in far memory, so none is offered: leave `mesh.pp` out, and boundaries "
+        "and optimizer state may go to the host or a disk."
+    )
     return DoesNotFit(
         f"with everything bounded {best.estimate.peak_phase} needs {format_bytes(needs)} of {over}, there are "
         f"{format_bytes(limit or 0)}; the smallest memory that would do is {format_bytes(found.smallest)} a device, "
-        f"{longest}, the fewest devices: {fewest}."
+        f"{longest}, the fewest devices: {fewest}.{stages * (best.mesh.pp > 1)}"
     )
 
 
